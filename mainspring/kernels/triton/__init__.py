@@ -1,0 +1,1 @@
+"""Triton kernels. Nothing outside ``mainspring.kernels`` imports these modules, and nothing at import time."""
