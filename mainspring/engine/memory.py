@@ -28,11 +28,12 @@ class MemoryPlan:
     prefill_bytes: int
 
 
-def plan_memory(runner: ModelRunner, settings: EngineSettings, num_blocks_override: int | None = None) -> MemoryPlan:
+def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
     """Record the top rung against a small cache, see what it took, drop it, and divide what is left into blocks.
 
     On a GPU the KV cache gets ``gpu_memory_utilization`` of its memory less everything else that is in use there; on
-    a CPU, or where ``kv_cache_memory`` is given, that many bytes less what the recordings take.
+    a CPU, or where ``kv_cache_memory`` is given, that many bytes less what the recordings take. A number of blocks that
+    was asked for is taken as it is.
 
     Raises ``SettingsError`` when not even one block fits.
     """
@@ -55,8 +56,8 @@ def plan_memory(runner: ModelRunner, settings: EngineSettings, num_blocks_overri
         limit = f"gpu_memory_utilization {settings.gpu_memory_utilization} of {total} bytes, of which {in_use} are in use"
         way_out = "raise gpu_memory_utilization, or lower max_num_seqs or max_num_batched_tokens"
     num_blocks = budget // block_bytes - 1
-    if num_blocks_override is not None:
-        num_blocks = num_blocks_override
+    if settings.num_gpu_blocks_override is not None:
+        num_blocks = settings.num_gpu_blocks_override
     if num_blocks < 1:
         raise SettingsError(
             f"no room for a single KV block beside the null block: a block of {runner.limits.block_size} tokens takes "

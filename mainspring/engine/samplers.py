@@ -41,8 +41,7 @@ class FullSampler:
             table.top_k[seats],
             table.top_p[seats],
             table.min_p[seats],
-            table.seed_low[seats],
-            table.seed_high[seats],
+            (table.seed_high[seats].long() << 32) | (table.seed_low[seats].long() & 0xFFFFFFFF),
             table.choices[seats],
-            positions.to(torch.int32),
+            positions,
         )

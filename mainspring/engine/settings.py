@@ -11,6 +11,15 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 
+COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_memory",
+    "num_gpu_blocks_override",
+    "block_size",
+)
+
 #: Bytes of KV cache on a CPU when nothing else is asked for.
 DEFAULT_CPU_KV_BYTES = 1 << 30
 #: Stop ids that one request may have (EOS ids included); the width of a fixed buffer.
@@ -21,7 +30,8 @@ STOP_IDS_WIDTH = 16
 class EngineSettings:
     """Settings of one engine. Names and meanings follow vLLM's where vLLM has them.
 
-    Sizes are in tokens or requests unless they say bytes. ``None`` means: decide from the model and the device.
+    Sizes are in tokens or requests; ``kv_cache_memory`` is in bytes, ``num_gpu_blocks_override`` in KV blocks (the null
+    block comes on top). ``None`` means: decide from the model and the device.
     """
 
     model: str
@@ -33,6 +43,7 @@ class EngineSettings:
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None
+    num_gpu_blocks_override: int | None = None
     block_size: int = 16
     enforce_eager: bool = False
     cudagraph_capture_sizes: Sequence[int] | None = None
@@ -47,7 +58,7 @@ class EngineSettings:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "block_size"):
+        for name in COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SettingsError(f"{name} is {value!r}; it must be a whole number of at least 1")
