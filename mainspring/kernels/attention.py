@@ -13,21 +13,26 @@ from torch import Tensor
 from mainspring.kernels.library import register
 
 
-def gather_keys(cache: Tensor, blocks: list[int], start: int, stop: int) -> Tensor:
-    """Return the entries ``start <= position < stop`` of one sequence, ``[stop - start, kv_heads, head_dim]``.
+def paged_view(cache: Tensor, table: list[int], start: int, stop: int) -> Tensor:
+    """Return one sequence's entries ``start <= position < stop``: ``[1, kv_heads, stop - start, head_dim]``.
 
     A view where the blocks lie one after another in the cache, a copy otherwise. Blocks outside the range
     are not read.
     """
-    block_size = cache.shape[1]
-    first, last = start // block_size, (stop - 1) // block_size
-    needed = blocks[first : last + 1]
+    block_size, num_kv_heads, head_dim = cache.shape[1:]
+    first = start // block_size
+    blocks = table[first : (stop - 1) // block_size + 1]
     skip = start - first * block_size
-    if needed[-1] - needed[0] == len(needed) - 1 and needed == list(range(needed[0], needed[-1] + 1)):
-        base = needed[0] * block_size + skip
-        return cache.view(-1, *cache.shape[2:])[base : base + stop - start]
-    picked = cache.index_select(0, torch.tensor(needed, device=cache.device))
-    return picked.view(-1, *cache.shape[2:])[skip : skip + stop - start]
+    lowest = blocks[0]
+    if blocks[-1] - lowest != len(blocks) - 1 or blocks != list(range(lowest, lowest + len(blocks))):
+        cache = cache.index_select(0, torch.tensor(blocks, device=cache.device))
+        lowest = 0
+    entry = num_kv_heads * head_dim
+    return cache.as_strided(
+        (1, num_kv_heads, stop - start, head_dim),
+        (0, head_dim, entry, 1),
+        cache.storage_offset() + (lowest * block_size + skip) * entry,
+    )
 
 
 def decode_attention_reference(
@@ -40,24 +45,23 @@ def decode_attention_reference(
     window: int = 0,
 ) -> Tensor:
     """What :func:`decode_attention` computes, in plain torch, row by row."""
-    num_heads, head_dim = q.shape[1:]
+    batch, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    grouped = (1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    # The heads that share a key head are its queries: one small product for all of them.
+    queries = q.reshape(batch, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    attended = []
     tables: list[list[int]] = block_tables.tolist()
-    for row, length in enumerate(seq_lens.tolist()):
+    for query, table, length in zip(queries.unbind(0), tables, seq_lens.tolist(), strict=True):
         if length <= 0:
-            out[row].zero_()
+            attended.append(torch.zeros_like(query))
             continue
         start = max(0, length - window) if window > 0 else 0
-        k = gather_keys(k_cache, tables[row], start, length)
-        v = gather_keys(v_cache, tables[row], start, length)
-        # The heads that share a key head are its queries: one small product for all of them.
-        attended = F.scaled_dot_product_attention(
-            q[row].view(grouped), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), scale=scale
-        )
-        out[row] = attended.view(num_heads, head_dim)
-    return out
+        k = paged_view(k_cache, table, start, length)
+        v = paged_view(v_cache, table, start, length)
+        attended.append(F.scaled_dot_product_attention(query, k, v, scale=scale))
+    if not attended:
+        return torch.empty_like(q)
+    return torch.cat(attended).view(batch, num_heads, head_dim)
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
@@ -96,8 +100,8 @@ def prefill_attention_reference(
                 f"sequence {row} has {count} queries but only {length} keys; its own must be written first"
             )
         first_key = max(0, length - count + 1 - window) if window > 0 else 0
-        k = gather_keys(k_cache, tables[row], first_key, length)
-        v = gather_keys(v_cache, tables[row], first_key, length)
+        k = paged_view(k_cache, tables[row], first_key, length)
+        v = paged_view(v_cache, tables[row], first_key, length)
         num_keys = length - first_key
         mask = None
         whole = count == num_keys and not 0 < window < num_keys
@@ -105,8 +109,8 @@ def prefill_attention_reference(
             mask = causal_mask(count, num_keys, window, q.device)
         attended = F.scaled_dot_product_attention(
             q[begin:end].transpose(0, 1).unsqueeze(0),
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
+            k,
+            v,
             attn_mask=mask,
             is_causal=whole and count > 1,
             scale=scale,

@@ -67,8 +67,8 @@ class PackedLinearWeight(LinearWeight):
         super().__init__(weight, bias)
         if not can_pack(weight):
             raise ValueError(
-                f"oneDNN packs fp32, bf16 and fp16 weights on the CPU, not {weight.dtype} on {weight.device}; "
-                "use LinearWeight"
+                f"oneDNN here cannot pack {weight.dtype} on {weight.device}; "
+                "pack_linear() leaves such a weight as it is"
             )
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 

@@ -3,16 +3,15 @@
 Why a hash: a token's random number must not depend on the row it sits in, on the batch, on padding or on how
 often something was launched, so there is no generator to advance. Why this one: it must be the same function
 bit for bit here and in Triton, with 32-bit multiplications, shifts and exclusive ors only. Its step is the
-"lowbias32" finalizer (C. Wellons, "Prospecting for Hash Functions", 2018: avalanche bias 0.17 of 2^-32, near the
-least known for two multiplications). The key of a row chains two lanes of it over the seed's halves, the
-choice and the position, 64 bits in all, so that two (seed, position) pairs of one machine's lifetime do not
-meet by chance; the lane that is added to the token id and the one that is mixed in afterwards are
-independent. Within a row the map from id to 32 bits is a bijection: no two ids get the same number. It is
-not a cryptographic generator.
+"lowbias32" finalizer (C. Wellons, "Prospecting for Hash Functions", 2018), near the least avalanche bias
+that is known for two multiplications. The key of a row chains two lanes of it over the seed's halves, the
+choice and the position: 64 bits in all, so that two draws of one machine's lifetime do not meet by chance.
+One lane is added to the token id, the other mixed in afterwards. Within a row the map from id to 32 bits is a
+bijection: no two ids get the same number. It is not a cryptographic generator.
 
-The 32 bits become v = (x or 1/2) / 2^32, exact to fp32 and in [2^-33, 1 - 2^-24]; the Gumbel variable is
--log(-log(1 - v)), between -2.82 and 22.9, never infinite. Small v, which make the large Gumbel values that decide
-a draw, keep all their bits.
+The 32 bits x become v = max(x, 1/2) / 2^32, rounded to fp32 and kept in [2^-33, 1 - 2^-24]; the Gumbel
+variable is -log(-log(1 - v)), between -2.82 and 22.9, never infinite. Small v, which make the large values
+that decide a draw, keep all their bits.
 
 Gumbel-max sampling: arg-max over ids of ``logit / temperature + gumbel`` is distributed as the softmax.
 """

@@ -1,1 +1,1 @@
-"""Triton kernels. Nothing outside ``mainspring.kernels`` imports these modules, and nothing at import time."""
+"""Triton kernels. Only ``mainspring.kernels`` imports these modules, each at its first use."""
