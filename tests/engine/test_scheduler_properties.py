@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_harness import Engine, Params
 
-from mainspring.engine.request import InvalidRequestError
+from mainspring.engine.errors import RequestError
 
 
 def make_prompt(rng: random.Random, longest: int) -> list[int]:
@@ -63,7 +63,7 @@ class Traffic(RuleBasedStateMachine):
             if fits:
                 self.engine.add(prompt, params, **options)
             else:
-                with pytest.raises(InvalidRequestError, match=f"prompt of {len(prompt)} tokens"):
+                with pytest.raises(RequestError, match=f"prompt of {len(prompt)} tokens"):
                     self.engine.add(prompt, params, **options)
 
     @rule(count=st.integers(1, 8))
