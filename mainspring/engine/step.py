@@ -39,8 +39,14 @@ class TokenRing:
     """Where each step leaves its tokens: ``[RING_STEPS, rows, 2]`` int32 (token id or -1, what became of the row)."""
 
     def __init__(self, buffers: FixedBuffers, max_rows: int) -> None:
-        self.entries = buffers.allocate("token_ring", (RING_STEPS, max_rows, 2), torch.int32, fill=-1)
+        self.entries = buffers.allocate("token_ring", (RING_STEPS, max_rows, 2), torch.int32)
         self.step = buffers.allocate("step_index", (1,), torch.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Set every entry to what an idle row writes, and begin again at the first."""
+        self.entries.copy_(torch.tensor([-1, IDLE], dtype=torch.int32))
+        self.step.zero_()
 
     def write(self, tokens: torch.Tensor, status: torch.Tensor, advance: torch.Tensor) -> None:
         """Write one step's ``[b]`` tokens and statuses to the ring's next entry and move on by ``advance`` (0 or 1)."""
