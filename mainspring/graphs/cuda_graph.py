@@ -19,6 +19,10 @@ from mainspring.graphs.report import Address, Operation, address_book
 __all__ = ["CudaGraph"]
 
 
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Captures that CUDA invalidated: the host allocator keeps pointing at them, so they are never freed."""
+
+
 class CudaGraph:
     """Kernels recorded from one run of a callable; made by `capture`.
 
@@ -201,6 +205,7 @@ def _end_broken(graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int,
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), handle)
         pool.abandon_handle()
+        _BROKEN.append(graph)
     with suppress(RuntimeError):
         graph.reset()
 
