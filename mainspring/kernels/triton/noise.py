@@ -38,7 +38,7 @@ def absorb(key_1, key_2, word):
 
 @triton.jit
 def random_bits(seed, choice, position, ids):
-    """32 random bits, uint32, for each of the int32 ``ids``; the row's int64 seed and the rest are scalars."""
+    """32 random bits, uint32, for each of the int32 ``ids``; the int64 seed and the rest are scalars."""
     zero = (seed * 0).to(tl.uint32)
     key_1 = zero + _LANE_1
     key_2 = zero + _LANE_2
