@@ -8,7 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_harness import Engine, Params
+from scheduler_device import Params
+from scheduler_harness import Engine
 
 from mainspring.engine.request import InvalidRequestError
 
