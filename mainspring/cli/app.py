@@ -1,0 +1,31 @@
+"""The ``mainspring`` command and its sub-commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mainspring import __version__
+
+app = typer.Typer(name="mainspring", no_args_is_help=True, add_completion=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mainspring {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """A language-model decoding engine built around CUDA graphs."""
+
+
+def main() -> None:
+    """Run the command line with the arguments of this process."""
+    app()

@@ -1,0 +1,227 @@
+"""The core: schedule, launch, read back. One call of ``step`` moves every running request on by at most one step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections import deque
+from collections.abc import Sequence
+
+from mainspring.engine.answers import Answer, Choice
+from mainspring.engine.block_pool import BlockPool
+from mainspring.engine.detokenizer import Detokenizer
+from mainspring.engine.errors import EngineError, RequestError
+from mainspring.engine.limits import EngineLimits, choose_device, derive_limits
+from mainspring.engine.memory import plan_memory
+from mainspring.engine.model_runner import LaunchedStep, ModelRunner
+from mainspring.engine.request import Request
+from mainspring.engine.sampling_params import SamplingParams
+from mainspring.engine.scheduler import Scheduler
+from mainspring.engine.settings import STOP_IDS_WIDTH, EngineSettings
+from mainspring.engine.stats import EngineStats, StepClock
+from mainspring.engine.step import IDLE
+from mainspring.models import load_config, load_model, load_tokenizer, resolve
+
+logger = logging.getLogger("mainspring")
+
+
+class EngineCore:
+    """A model, its runner and its scheduler. Not thread-safe: one thread adds, aborts and steps.
+
+    Steps are launched ahead of reading: on a GPU the next decode step is queued before the tokens of the one under way
+    have been read, since the step advances its own state on the device.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        device = choose_device(settings.device)
+        source = resolve(settings.model)
+        self.config = load_config(source)
+        self.limits: EngineLimits = derive_limits(settings, self.config, device)
+        self.tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(source)
+        model = load_model(
+            source, dtype=self.limits.dtype, device=device, load_format=settings.load_format, seed=settings.seed
+        )
+        progress = settings.progress if settings.progress is not None else os.isatty(2)
+        self.runner = ModelRunner(model, self.limits, enforce_eager=settings.enforce_eager, progress=progress)
+        self.memory = plan_memory(self.runner, settings)
+        self.runner.allocate(self.memory.num_blocks)
+        self.runner.record()
+        self.max_request_tokens = min(self.limits.max_model_len, self.memory.num_blocks * self.limits.block_size)
+        self.scheduler = Scheduler(
+            BlockPool(self.memory.num_blocks + 1, self.limits.block_size, settings.enable_prefix_caching),
+            num_seats=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            max_model_len=self.limits.max_model_len,
+        )
+        self.clock = StepClock()
+        self._eos_token_ids = frozenset(self.config.eos_token_ids)
+        self._seeds = random.Random(settings.seed)
+        self._arrivals = 0
+        self._choices: dict[str, tuple[Answer, Choice]] = {}
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._depth = 1 if device.type == "cuda" and not settings.enforce_eager else 0
+        self._process = os.getpid()
+        self._failure: BaseException | None = None
+
+    @property
+    def launch_mode(self) -> str:
+        """``eager`` or ``graph``."""
+        return "eager" if self.settings.enforce_eager else "graph"
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+    ) -> Answer:
+        """Take in one request (one per choice of ``params.n``). Raises ``RequestError`` and changes nothing when it
+        can never be served."""
+        self._check_alive()
+        prompt_token_ids = list(prompt_token_ids)
+        self._check_prompt(prompt_token_ids)
+        stop_ids = self._stop_ids(params)
+        answer = Answer(request_id, prompt, prompt_token_ids)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        room = self.max_request_tokens - len(prompt_token_ids)
+        requests = []
+        for index in range(params.n):
+            requests.append(
+                Request(
+                    request_id=request_id if params.n == 1 else f"{request_id}-{index}",
+                    prompt_token_ids=prompt_token_ids,
+                    params=params,
+                    arrival=self._arrivals + index,
+                    priority=priority,
+                    choice=index,
+                    seed=seed,
+                    stop_ids=stop_ids,
+                    max_total_tokens=len(prompt_token_ids) + min(room, params.max_tokens or room),
+                )
+            )
+        for request in requests:
+            if request.request_id in self._choices:
+                raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
+        self._arrivals += params.n
+        for request in requests:
+            text = None
+            if self.tokenizer is not None and params.detokenize:
+                text = Detokenizer(self.tokenizer, params)
+            choice = Choice(request, text, self._eos_token_ids)
+            answer.choices.append(choice)
+            self.scheduler.add(request)
+            self._choices[request.request_id] = (answer, choice)
+        return answer
+
+    def abort(self, answer: Answer) -> None:
+        """End an answer now; its blocks and seats are free when this returns."""
+        for choice in answer.choices:
+            if choice.finish_reason is None:
+                self.scheduler.abort(choice.request)
+                self._choices.pop(choice.request.request_id, None)
+                choice.end("abort")
+
+    def has_work(self) -> bool:
+        """Whether some request has not ended, or some step has not been read back."""
+        return bool(self._choices) or bool(self._in_flight)
+
+    def step(self) -> list[Answer]:
+        """Schedule and launch one step if there is one, and read back the oldest if enough are under way.
+
+        Returns the answers that got tokens. A failure of the device ends the engine: this call and all later ones
+        raise ``EngineError``.
+        """
+        self._check_alive()
+        try:
+            plan = self.scheduler.schedule(may_preempt=not self._in_flight)
+            if plan is not None:
+                with self.clock.launching(plan, self.runner, idle=not self._in_flight):
+                    self._in_flight.append(self.runner.launch(plan))
+            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+                return self._read_back(self._in_flight.popleft())
+        except Exception as error:
+            self._failure = error
+            raise
+        return []
+
+    def close(self) -> None:
+        """End every request and give back the KV cache, the recordings and the model."""
+        if self._failure is None and os.getpid() == self._process:
+            for answer in {id(answer): answer for answer, _ in self._choices.values()}.values():
+                self.abort(answer)
+            for launched in self._in_flight:
+                launched.results()
+        self._in_flight.clear()
+        self._choices.clear()
+        self.runner.close()
+        self._failure = self._failure or EngineError("it was closed")
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since it was made."""
+        return self.clock.stats(self.launch_mode, self.runner)
+
+    def _read_back(self, launched: LaunchedStep) -> list[Answer]:
+        touched: dict[str, Answer] = {}
+        results = launched.results()
+        self.clock.arrived(launched)
+        for request, token, status in results:
+            entry = self._choices.get(request.request_id)
+            if entry is None or entry[1].request is not request:
+                continue
+            answer, choice = entry
+            if status == IDLE:
+                self.scheduler.skip_token(request)
+                continue
+            self.scheduler.append_token(request, token)
+            self.clock.tokens += 1
+            touched[answer.request_id] = answer
+            if choice.push(token, status) is not None:
+                self.scheduler.finish(request)
+                del self._choices[request.request_id]
+        return list(touched.values())
+
+    def _check_prompt(self, prompt_token_ids: list[int]) -> None:
+        count = len(prompt_token_ids)
+        if count == 0:
+            raise RequestError("the prompt has no tokens; give at least one")
+        if count + 1 > self.limits.max_model_len:
+            raise RequestError(
+                f"prompt of {count} tokens plus one to generate > max_model_len {self.limits.max_model_len}; shorten "
+                f"the prompt or raise max_model_len"
+            )
+        if count + 1 > self.max_request_tokens:
+            raise RequestError(
+                f"prompt of {count} tokens plus one to generate > {self.max_request_tokens} tokens, the whole KV cache "
+                f"({self.memory.num_blocks} blocks of {self.limits.block_size}); shorten the prompt or raise "
+                f"kv_cache_memory / gpu_memory_utilization"
+            )
+        vocab = self.config.vocab_size
+        wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocab} (0 to {vocab - 1})")
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The token ids that end the request, EOS ids included unless they are to be ignored."""
+        eos = () if params.ignore_eos else self.config.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        if len(stop_ids) > STOP_IDS_WIDTH:
+            raise RequestError(
+                f"{len(stop_ids)} stop token ids (EOS included) > {STOP_IDS_WIDTH}, the width of the step's stop-id "
+                f"buffer; give fewer stop_token_ids"
+            )
+        return stop_ids
+
+    def _check_alive(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineError(
+                f"this engine was made in process {self._process} and is used in process {os.getpid()}: it cannot be "
+                f"used after a fork; make it in the child, or start processes with the 'spawn' method"
+            )
+        if self._failure is not None:
+            raise EngineError(
+                f"the engine has stopped ({type(self._failure).__name__}: {self._failure}); make a new one"
+            ) from self._failure

@@ -1,0 +1,34 @@
+"""The KV cache: one allocation for the life of the engine, sized by measuring what everything else takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """Shape of a paged KV cache: ``[layers, 2, blocks, block_size, kv_heads, head_dim]``."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes over all layers, keys and values."""
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """One zeroed allocation for all layers; block 0 is the null block."""
+    shape = (spec.num_layers, 2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+    return torch.zeros(shape, dtype=spec.dtype, device=device)
+
+
+def layer_views(cache: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``(keys, values)`` of each layer, each ``[blocks, block_size, kv_heads, head_dim]``, views of ``cache``."""
+    return [(layer[0], layer[1]) for layer in cache]

@@ -1,0 +1,102 @@
+"""From what was asked for and what the model is, to the sizes that an engine is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mainspring.engine.errors import SettingsError
+from mainspring.engine.settings import EngineSettings
+from mainspring.graphs import Ladder, LadderError
+from mainspring.models.config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Defaults by device type: rows a step may have, and tokens a prefill step may have.
+DEFAULT_NUM_SEQS = {"cpu": 8, "cuda": 256}
+DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The sizes of one engine; all in tokens, requests or blocks, never ``None``."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    ladder: Ladder
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that one request of ``max_model_len`` tokens takes; the width of the block tables."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest step."""
+        return max(self.max_num_seqs, self.ladder.top)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for, or the current GPU, or the CPU. Raises ``SettingsError`` for one that is not there."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingsError(f"device {name!r} is not a device that torch knows; use 'cpu' or 'cuda'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SettingsError(f"device {name!r} is not supported; use 'cpu' or 'cuda'")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SettingsError(f"device {name!r} was asked for, but torch sees no GPU here; use device='cpu'")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        elif device.index >= torch.cuda.device_count():
+            raise SettingsError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPU(s)")
+    return device
+
+
+def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """``auto`` is float32 on a CPU; on a GPU the checkpoint's own dtype, or bfloat16 for float32 and quantized ones."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return checkpoint if checkpoint in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.device) -> EngineLimits:
+    """Fill in what ``settings`` left open and check the rest against the model.
+
+    Raises ``SettingsError`` when ``max_model_len`` is above the model's own limit or the ladder's sizes are unusable.
+    """
+    max_model_len = settings.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise SettingsError(
+            f"max_model_len {max_model_len} > {config.max_position_embeddings}, the positions that the model was made "
+            f"for (max_position_embeddings); lower max_model_len"
+        )
+    max_num_seqs = settings.max_num_seqs or DEFAULT_NUM_SEQS[device.type]
+    try:
+        if settings.cudagraph_capture_sizes is None:
+            ladder = Ladder.default(max_num_seqs)
+        else:
+            ladder = Ladder(settings.cudagraph_capture_sizes)
+    except LadderError as error:
+        raise SettingsError(f"cudagraph_capture_sizes: {error}") from error
+    usable = [size for size in ladder.sizes if size <= max_num_seqs]
+    if len(usable) < len(ladder.sizes):
+        ladder = Ladder({*usable, max_num_seqs})
+    return EngineLimits(
+        device=device,
+        dtype=choose_dtype(settings.dtype, config.checkpoint_dtype, device),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type],
+        block_size=settings.block_size,
+        ladder=ladder,
+    )

@@ -1,0 +1,190 @@
+"""The offline interface: ``LLM`` with vLLM's names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Any
+
+from mainspring.engine.answers import Answer
+from mainspring.engine.core import EngineCore
+from mainspring.engine.errors import RequestError
+from mainspring.engine.interrupts import interrupts_between_steps
+from mainspring.engine.options import reject_unknown
+from mainspring.engine.outputs import RequestOutput
+from mainspring.engine.sampling_params import SamplingParams
+from mainspring.engine.settings import EngineSettings
+from mainspring.engine.stats import EngineStats
+
+#: A prompt: text, or token ids as ``{"prompt_token_ids": [...]}``, or text as ``{"prompt": "..."}``.
+Prompt = str | Mapping[str, Any]
+#: A conversation: ``[{"role": "user", "content": "..."}, ...]``.
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model that answers, with its decode step recorded.
+
+    Args:
+        model: a local Hugging Face folder, a GGUF file, a hub name in the local cache, or ``smollm2``.
+        options: see ``EngineSettings``; an unknown name is an error that suggests the nearest.
+
+    Usable as a context manager; ``close`` gives the memory back.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        reject_unknown(options, {field.name for field in fields(EngineSettings)}, "LLM option")
+        self.core = EngineCore(EngineSettings(model=str(model), **options))
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs are in the order of the prompts.
+
+        ``sampling_params`` is one for all, or one per prompt. Raises ``RequestError`` before anything runs when a
+        prompt cannot be served. Ctrl-C ends these requests, frees what they held and raises ``KeyboardInterrupt``.
+        """
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        encoded = [self._encode(prompt) for prompt in prompts]
+        return self._run(encoded, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        encoded = [self._encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self._run(encoded, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding the answer so far (cumulative) whenever it has grown.
+
+        Several streams may be read in turn. Closing the iterator ends the request and frees what it held.
+        """
+        return self._stream(self._encode(prompt), sampling_params)
+
+    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Answer one conversation, yielding the answer so far as ``stream`` does."""
+        return self._stream(self._encode_chat(messages), sampling_params)
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since it was made."""
+        return self.core.stats()
+
+    def close(self) -> None:
+        """Give the memory back. The object cannot be used afterwards."""
+        self.core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = self._params_for(sampling_params, len(prompts))
+        answers: list[Answer] = []
+        try:
+            for (text, token_ids), each in zip(prompts, params, strict=True):
+                answers.append(self.core.add(self._next_id(), token_ids, each, prompt=text))
+            self._finish(answers, use_tqdm)
+        finally:
+            for answer in answers:
+                self.core.abort(answer)
+        return [answer.output() for answer in answers]
+
+    def _finish(self, answers: Sequence[Answer], use_tqdm: bool) -> None:
+        from tqdm import tqdm
+
+        waiting = {answer.request_id for answer in answers}
+        with interrupts_between_steps() as check, tqdm(total=len(answers), disable=not use_tqdm) as bar:
+            while waiting:
+                check()
+                ended = {answer.request_id for answer in self.core.step() if answer.finished} & waiting
+                waiting -= ended
+                bar.update(len(ended))
+
+    def _stream(
+        self, prompt: tuple[str | None, list[int]], params: SamplingParams | None
+    ) -> Iterator[RequestOutput]:
+        text, token_ids = prompt
+        answer = self.core.add(self._next_id(), token_ids, params or self.default_params(), prompt=text)
+        return self._follow(answer)
+
+    def _follow(self, answer: Answer) -> Iterator[RequestOutput]:
+        seen = 0
+        try:
+            while True:
+                tokens = sum(len(choice.request.output_token_ids) for choice in answer.choices)
+                if tokens > seen:
+                    seen = tokens
+                    yield answer.output()
+                if answer.finished:
+                    return
+                with interrupts_between_steps():
+                    self.core.step()
+        finally:
+            self.core.abort(answer)
+
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters runs with."""
+        return SamplingParams()
+
+    def _params_for(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            return [self.default_params()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one per prompt")
+        return params
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            reject_unknown(prompt, {"prompt", "prompt_token_ids"}, "prompt field")
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise RequestError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
+            prompt = prompt["prompt"]
+        if not isinstance(prompt, str):
+            raise RequestError(
+                f"a prompt is a text or a mapping with 'prompt_token_ids', not {type(prompt).__name__}"
+            )
+        return prompt, list(self._tokenizer()(prompt)["input_ids"])
+
+    def _encode_chat(self, messages: Messages) -> tuple[str, list[int]]:
+        tokenizer = self._tokenizer()
+        if not tokenizer.chat_template:
+            raise RequestError(f"model {self.core.settings.model!r} has no chat template; use generate")
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _tokenizer(self) -> Any:
+        if self.core.tokenizer is None:
+            raise RequestError("this engine has no tokenizer (skip_tokenizer_init); give 'prompt_token_ids'")
+        return self.core.tokenizer
+
+    def _next_id(self) -> str:
+        return str(next(self._ids))

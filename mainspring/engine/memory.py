@@ -1,0 +1,98 @@
+"""How many KV blocks fit: decided by measuring what the model, a prefill step and the recordings really take."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from mainspring.engine.errors import SettingsError
+from mainspring.engine.model_runner import ModelRunner
+from mainspring.engine.samplers import PLAIN
+from mainspring.engine.settings import DEFAULT_CPU_KV_BYTES, EngineSettings
+
+logger = logging.getLogger("mainspring")
+
+#: Blocks of the small cache on which the top rung is recorded for measuring.
+PROBE_BLOCKS = 1
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What sizing the KV cache found, all in bytes but ``num_blocks`` (usable blocks, the null block apart)."""
+
+    num_blocks: int
+    block_bytes: int
+    graph_bytes: int
+    prefill_bytes: int
+
+
+def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
+    """Record the top rung against a small cache, see what it took, drop it, and divide what is left into blocks.
+
+    On a GPU the KV cache gets ``gpu_memory_utilization`` of its memory less everything else that is in use there; on
+    a CPU, or where ``kv_cache_memory`` is given, that many bytes less what the recordings take. A number of blocks that
+    was asked for is taken as it is.
+
+    Raises ``SettingsError`` when not even one block fits.
+    """
+    device = runner.limits.device
+    block_bytes = runner.kv_spec.block_bytes
+    runner.allocate(PROBE_BLOCKS)
+    before = _bytes_in_use(device)
+    runner.dry_prefill()
+    prefill_bytes = _bytes_in_use(device) - before
+    graph_bytes = 0 if settings.enforce_eager else _probe_graphs(runner)
+    in_use = _bytes_in_use(device) - (PROBE_BLOCKS + 1) * block_bytes
+    runner.deallocate()
+    if settings.kv_cache_memory is not None or device.type == "cpu":
+        budget = (settings.kv_cache_memory or DEFAULT_CPU_KV_BYTES) - graph_bytes
+        limit = f"kv_cache_memory {settings.kv_cache_memory or DEFAULT_CPU_KV_BYTES} bytes"
+        way_out = "raise kv_cache_memory"
+    else:
+        total = torch.cuda.get_device_properties(device).total_memory
+        budget = int(total * settings.gpu_memory_utilization) - in_use
+        limit = f"gpu_memory_utilization {settings.gpu_memory_utilization} of {total} bytes, of which {in_use} are in use"
+        way_out = "raise gpu_memory_utilization, or lower max_num_seqs or max_num_batched_tokens"
+    num_blocks = budget // block_bytes - 1
+    if settings.num_gpu_blocks_override is not None:
+        num_blocks = settings.num_gpu_blocks_override
+    if num_blocks < 1:
+        raise SettingsError(
+            f"no room for a single KV block beside the null block: a block of {runner.limits.block_size} tokens takes "
+            f"{block_bytes} bytes, the recorded steps take {graph_bytes}, and the limit is {limit}; {way_out}"
+        )
+    return MemoryPlan(num_blocks, block_bytes, graph_bytes, prefill_bytes)
+
+
+def _probe_graphs(runner: ModelRunner) -> int:
+    """Bytes that recording the whole ladder is going to take, from recording its two largest rungs.
+
+    The first shows the shared pool and its own executable; the second, which fits in the same pool, shows what one
+    executable more takes.
+    """
+    device = runner.limits.device
+    sizes = sorted(runner.limits.ladder.sizes, reverse=True)
+    taken = []
+    for size in sizes[:2]:
+        before = _graph_bytes(runner, device)
+        runner.record([size])
+        taken.append(_graph_bytes(runner, device) - before)
+    each = max(taken[1], 0) if len(taken) > 1 else 0
+    return max(taken[0], 0) + each * (len(sizes) - 1)
+
+
+def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
+    if device.type == "cuda":
+        return _bytes_in_use(device)
+    return int(runner.runners[PLAIN].pool.nbytes)
+
+
+def _bytes_in_use(device: torch.device) -> int:
+    """Bytes of the device's memory that anyone holds; on a CPU not known and taken as 0."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,75 @@
+"""What an engine is made with: one flat, frozen dataclass, checked once when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mainspring.engine.errors import SettingsError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+GENERATION_CONFIGS = ("auto", "vllm")
+
+COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_memory",
+    "num_gpu_blocks_override",
+    "block_size",
+)
+
+#: Bytes of KV cache on a CPU when nothing else is asked for.
+DEFAULT_CPU_KV_BYTES = 1 << 30
+#: Stop ids that one request may have (EOS ids included); the width of a fixed buffer.
+STOP_IDS_WIDTH = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings of one engine. Names and meanings follow vLLM's where vLLM has them.
+
+    Sizes are in tokens or requests; ``kv_cache_memory`` is in bytes, ``num_gpu_blocks_override`` in KV blocks (the null
+    block comes on top). ``None`` means: decide from the model and the device.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str | None = None
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    num_gpu_blocks_override: int | None = None
+    block_size: int = 16
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    skip_tokenizer_init: bool = False
+    generation_config: str = "auto"
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check each value alone; what depends on the model is checked where the model is known."""
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SettingsError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise SettingsError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it is a share of the GPU's memory, above 0 and at most 1"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise SettingsError(f"seed is {self.seed!r}; it must be a whole number")
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

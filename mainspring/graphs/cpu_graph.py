@@ -1,0 +1,135 @@
+"""A CUDA graph's contract on the CPU: the operations of one run, replayed at the same addresses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mainspring.graphs.capture import capture_error, held_collector
+from mainspring.graphs.cpu_program import Program, map_structure
+from mainspring.graphs.cpu_recorder import Recorder
+from mainspring.graphs.cpu_watch import refuse_host_access
+from mainspring.graphs.errors import GraphError
+from mainspring.graphs.pool import GraphPool
+from mainspring.graphs.report import Address, Operation, address_book
+
+__all__ = ["CpuGraph"]
+
+
+class CpuGraph:
+    """ATen operations recorded from one run of a callable; made by `capture`.
+
+    A replay reads and writes the tensors that the callable used, at their addresses, and runs none of its
+    Python. Intermediates lie in the arena of `pool`; what the callable returned does not.
+
+    Attributes:
+        pool: whose arena holds the intermediates.
+        seconds: wall time of the capture.
+        pool_bytes_added: bytes by which the arena grew.
+    """
+
+    def __init__(self, program: Program, pool: GraphPool) -> None:
+        self.pool = pool
+        self.seconds = 0.0
+        self.pool_bytes_added = 0
+        self._program: Program | None = program
+        self._calls: tuple[Callable[[], object], ...] = ()
+        self._resolve: Callable[[Any], Any] = lambda value: value
+        self._outputs: Any = None
+        before = pool.arena.nbytes
+        pool.arena.join(self, program.nbytes)
+        self.pool_bytes_added = pool.arena.nbytes - before
+        self._outputs = map_structure(program.results, self._resolve)
+
+    @classmethod
+    def capture(
+        cls,
+        fn: Callable[[], Any],
+        *,
+        pool: GraphPool | None = None,
+        warmup: int = 1,
+        name: str = "graph",
+        watch: Sequence[Tensor] = (),
+    ) -> CpuGraph:
+        """Run `fn` `warmup` times, then once more while recording.
+
+        Args:
+            fn: takes nothing; returns tensors in tuples, lists and dicts, or None.
+            pool: whose arena to use; a new one by default.
+            warmup: runs before the recorded one, so that lazily made state exists.
+            name: for error messages.
+            watch: tensors known to be used, whose contents are followed from the start of the recording, so
+                that writes around the dispatcher are noticed.
+
+        Raises:
+            CaptureError: `fn` raised (its exception is the cause), or did something that cannot be recorded.
+        """
+        pool = pool or GraphPool("cpu")
+        started = time.perf_counter()
+        with held_collector(), torch.inference_mode(False), torch.no_grad():
+            try:
+                for _ in range(warmup):
+                    fn()
+                recorder = Recorder(watch)
+                with refuse_host_access(lambda: recorder.inside_operation), recorder:
+                    results = fn()
+                program = recorder.finish(results)
+            except Exception as error:
+                raise capture_error(name, error) from error
+            program.plan()
+            graph = cls(program, pool)
+        graph.seconds = time.perf_counter() - started
+        return graph
+
+    def replay(self) -> None:
+        """Run the recorded operations.
+
+        Raises:
+            GraphError: the graph was released.
+        """
+        if self._program is None:
+            raise GraphError("this graph was released; capture it again")
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for call in self._calls:
+                call()
+
+    @property
+    def outputs(self) -> Any:
+        """What the callable returned, in memory that replays rewrite and that is held here."""
+        return self._outputs
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """The operation list, with present addresses."""
+        return () if self._program is None else self._program.describe(self._resolve)
+
+    @property
+    def num_operations(self) -> int:
+        """Length of the operation list."""
+        return 0 if self._program is None else len(self._program.operations)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The address book."""
+        return address_book(self.operations)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of intermediates that this graph needs in the arena, shared with the pool's other graphs."""
+        return 0 if self._program is None else self._program.nbytes
+
+    def rebind(self, arena: torch.UntypedStorage) -> None:
+        """Move the intermediates to `arena`."""
+        if self._program is not None:
+            calls, self._resolve = self._program.bind(arena)
+            self._calls = tuple(calls)
+
+    def release(self) -> None:
+        """Give up the recording and everything that it holds."""
+        self.pool.arena.leave(self)
+        self._program, self._calls, self._outputs = None, (), None
+        self._resolve = lambda value: value

@@ -1,0 +1,105 @@
+"""Memory for intermediates, shared by every graph of which only one runs at a time."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from mainspring.graphs.cpu_program import ALIGNMENT
+from mainspring.graphs.errors import GraphError
+
+__all__ = ["CpuArena", "GraphPool"]
+
+
+class ArenaUser(Protocol):
+    """A graph whose intermediates lie in a `CpuArena`."""
+
+    def rebind(self, arena: torch.UntypedStorage) -> None:
+        """Move to `arena`."""
+        ...
+
+
+class CpuArena:
+    """One block of CPU memory that is as large as its largest user needs."""
+
+    def __init__(self) -> None:
+        self._users: weakref.WeakSet[ArenaUser] = weakref.WeakSet()
+        self._storage = self._allocate(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._storage.nbytes()
+
+    def join(self, user: ArenaUser, nbytes: int) -> None:
+        """Give `user` the first `nbytes` bytes; if the arena must grow, every user moves."""
+        if nbytes > self.nbytes:
+            self._storage = self._allocate(nbytes)
+            for other in list(self._users):
+                other.rebind(self._storage)
+        user.rebind(self._storage)
+        self._users.add(user)
+
+    def leave(self, user: ArenaUser) -> None:
+        """Forget `user`; the memory goes when the last one has left."""
+        self._users.discard(user)
+        if not self._users:
+            self._storage = self._allocate(0)
+
+    @staticmethod
+    def _allocate(nbytes: int) -> torch.UntypedStorage:
+        with torch.inference_mode(False):
+            storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        if storage.data_ptr() % ALIGNMENT:
+            raise GraphError(f"the allocator gave an address that is not a multiple of {ALIGNMENT} bytes")
+        return storage
+
+
+class GraphPool:
+    """What rungs and runners on one device share, since no two of their graphs run at once.
+
+    Args:
+        device: of the graphs.
+
+    Attributes:
+        device: of the graphs.
+        arena: on the CPU, the shared block.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.arena = CpuArena()
+        self._handle: tuple[int, int] | None = None
+        self._handles: list[tuple[int, int]] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def handle(self) -> tuple[int, int]:
+        """torch's name for the CUDA memory pool; made at first use."""
+        if self._handle is None:
+            first, second = torch.cuda.graph_pool_handle()
+            self._handle = (first, second)
+            self._handles.append(self._handle)
+        return self._handle
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream on which graphs are recorded: torch reuses memory within one stream only."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def abandon_handle(self) -> None:
+        """After a broken capture: later captures use a new pool; graphs recorded before keep theirs."""
+        self._handle = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory (CUDA: segments reserved by the allocator for this pool)."""
+        if self.device.type != "cuda":
+            return self.arena.nbytes
+        ours = set(self._handles)
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in ours)

@@ -1,0 +1,51 @@
+"""Writing keys and values into the paged KV cache.
+
+The cache of a layer is two tensors ``[num_blocks, block_size, num_kv_heads, head_dim]``. A slot is
+``block * block_size + offset``. Block 0 is the null block, which belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mainspring.kernels.library import register
+
+_FEW_ROWS = 4
+
+
+def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """What :func:`write_kv` does, in plain torch."""
+    flat_k = k_cache.view(-1, *k.shape[1:])
+    flat_v = v_cache.view(-1, *v.shape[1:])
+    if slots.numel() <= _FEW_ROWS:
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                flat_k[slot] = k[row]
+                flat_v[slot] = v[row]
+        return
+    owned = slots >= 0
+    if not bool(owned.all()):
+        slots, k, v = slots[owned], k[owned], v[owned]
+    flat_k.index_copy_(0, slots.long(), k)
+    flat_v.index_copy_(0, slots.long(), v)
+
+
+_write_kv = register(
+    "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()",
+    cpu=write_kv_reference,
+    cuda="mainspring.kernels.triton.kv_cache:write_kv",
+)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Write each token's key and value into its slot; a token with a negative slot is skipped.
+
+    Args:
+        k: ``[tokens, num_kv_heads, head_dim]`` in the cache's dtype.
+        v: like ``k``.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; written.
+        v_cache: like ``k_cache``; written.
+        slots: ``[tokens]`` int64, each below ``num_blocks * block_size``; -1 skips the token. A slot must
+            not occur twice.
+    """
+    _write_kv(k, v, k_cache, v_cache, slots)

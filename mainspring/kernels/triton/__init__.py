@@ -1,0 +1,1 @@
+"""Triton kernels. Only ``mainspring.kernels`` imports these modules, each at its first use."""

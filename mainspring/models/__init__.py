@@ -1,0 +1,1 @@
+"""Models: configuration, weights, tokenizer, and the one decoder that runs them."""

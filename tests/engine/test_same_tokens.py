@@ -1,0 +1,102 @@
+"""A request's tokens depend on the request alone: not on company, seat, preemption, prefix hits or launch mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mainspring import LLM, RequestOutput, SamplingParams
+
+MakeLLM = Callable[..., LLM]
+
+PROMPT = {"prompt_token_ids": [11, 45, 200, 31, 8]}
+OTHERS = [{"prompt_token_ids": [50 + i, 60, 70 + i]} for i in range(6)]
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+def ids(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_alone_in_a_batch_of_seven_and_in_another_seat(
+    make_tiny: MakeLLM, params: SamplingParams, prefix_caching: bool
+) -> None:
+    llm = make_tiny(enable_prefix_caching=prefix_caching)
+    alone = ids(llm.generate(PROMPT, params)[0])
+    assert len(set(alone)) > 5
+    company = SamplingParams(temperature=1.1, seed=3, max_tokens=50, ignore_eos=True)
+    first = llm.generate([PROMPT, *OTHERS], [params] + [company] * 6)
+    last = llm.generate([*OTHERS, PROMPT], [company] * 6 + [params])
+    assert ids(first[0]) == alone
+    assert ids(last[-1]) == alone
+
+
+@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_after_a_preemption(make_tiny: MakeLLM, params: SamplingParams, prefix_caching: bool) -> None:
+    large = make_tiny(enable_prefix_caching=prefix_caching)
+    prompts = [PROMPT, *OTHERS[:3]]
+    expected = [ids(output) for output in large.generate(prompts, params)]
+    small = make_tiny(num_gpu_blocks_override=6, enable_prefix_caching=prefix_caching)
+    outputs = small.generate(prompts, params)
+    assert small.core.scheduler.num_preemptions > 0
+    assert [ids(output) for output in outputs] == expected
+    assert small.core.scheduler.pool.num_free == 6
+
+
+def test_eager_and_recorded(make_tiny: MakeLLM) -> None:
+    prompts = [PROMPT, *OTHERS]
+    recorded = make_tiny()
+    eager = make_tiny(enforce_eager=True)
+    for params in (SAMPLED, GREEDY):
+        expected = [ids(output) for output in recorded.generate(prompts, params)]
+        assert [ids(output) for output in eager.generate(prompts, params)] == expected
+    assert recorded.stats().eager_steps == {}
+    assert eager.stats().eager_steps["enforce_eager"] == eager.stats().decode_steps
+    assert eager.stats().rungs == {}
+
+
+def test_each_row_uses_its_own_seed(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20, ignore_eos=True) for seed in (1, 2, 3, 1)]
+    outputs = [ids(output) for output in llm.generate([PROMPT] * 4, params)]
+    assert outputs[0] == outputs[3]
+    assert len({tuple(output) for output in outputs}) == 3
+
+
+def test_a_replayed_step_draws_anew_at_each_position(make_tiny: MakeLLM) -> None:
+    """A seed frozen into the recording would draw the same number for every token."""
+    llm = make_tiny()
+    params = SamplingParams(temperature=100.0, seed=5, max_tokens=60, ignore_eos=True)
+    tokens = ids(llm.generate(PROMPT, params)[0])
+    assert len(set(tokens)) > 40
+
+
+def test_requests_without_a_seed_differ_and_the_engine_seed_repeats_them(make_tiny: MakeLLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    runs = [
+        [ids(output) for output in make_tiny(seed=seed).generate([PROMPT] * 3, params)] for seed in (1, 1, 2)
+    ]
+    assert len({tuple(tokens) for tokens in runs[0]}) == 3
+    # The weights are dummies made from the same seed, so runs with another seed differ in more than the draw.
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_choices_of_one_request_differ_and_repeat(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=20, ignore_eos=True)
+    first, second = (llm.generate(PROMPT, params)[0].outputs for _ in range(2))
+    assert [choice.index for choice in first] == [0, 1, 2]
+    assert len({tuple(choice.token_ids) for choice in first}) == 3
+    assert [choice.token_ids for choice in first] == [choice.token_ids for choice in second]
+
+
+def test_long_prompts_in_chunks_give_what_one_chunk_gives(make_tiny: MakeLLM) -> None:
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 250 for j in range(150 + i)]} for i in range(3)]
+    whole = make_tiny(max_num_batched_tokens=512).generate(prompts, GREEDY)
+    chunked = make_tiny(max_num_batched_tokens=13).generate(prompts, GREEDY)
+    assert [ids(output) for output in whole] == [ids(output) for output in chunked]
