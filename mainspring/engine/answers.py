@@ -15,8 +15,8 @@ class Choice:
     """One of an answer's completions."""
 
     request: Request
-    detokenizer: Detokenizer | None
     eos_token_ids: frozenset[int]
+    detokenizer: Detokenizer | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -28,7 +28,9 @@ class Choice:
         elif status == EXHAUSTED:
             self.finish_reason = "length"
         if self.detokenizer is not None:
-            stop = self.detokenizer.push([token], finished=self.finish_reason is not None)
+            stop = self.detokenizer.push(
+                [token], finished=self.finish_reason is not None, ended_by_stop_id=status == STOPPED
+            )
             if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop
         return self.finish_reason

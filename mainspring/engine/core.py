@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mainspring.engine.answers import Answer, Choice
 from mainspring.engine.block_pool import BlockPool
-from mainspring.engine.detokenizer import Detokenizer
+from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
 from mainspring.engine.errors import EngineError, RequestError
 from mainspring.engine.limits import EngineLimits, choose_device, derive_limits
 from mainspring.engine.memory import plan_memory
@@ -42,6 +42,7 @@ class EngineCore:
         self.config = load_config(source)
         self.limits: EngineLimits = derive_limits(settings, self.config, device)
         self.tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(source)
+        self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         model = load_model(
             source,
             dtype=self.limits.dtype,
@@ -106,8 +107,9 @@ class EngineCore:
                 stop_ids=stop_ids,
             )
             self.scheduler.add(request)
-            text = Detokenizer(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
-            choice = Choice(request, text, self._eos_token_ids)
+            choice = Choice(request, self._eos_token_ids)
+            if self._token_decoder is not None and params.detokenize:
+                choice.detokenizer = Detokenizer(self._token_decoder, params)
             answer.choices.append(choice)
             self._choices[request] = (answer, choice)
         self._arrivals += 1
@@ -153,7 +155,7 @@ class EngineCore:
                 launched.results()
         self._in_flight.clear()
         self._choices.clear()
-        del self.runner
+        self.__dict__.pop("runner", None)
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:

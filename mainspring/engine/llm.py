@@ -136,10 +136,11 @@ class LLM:
                 if tokens > seen:
                     seen = tokens
                     yield answer.output()
-                if answer.finished:
+                elif answer.finished:
                     return
-                with interrupts_between_steps():
-                    self.core.step()
+                else:
+                    with interrupts_between_steps():
+                        self.core.step()
         finally:
             self.core.abort(answer)
 

@@ -177,7 +177,7 @@ def test_rows_of_a_larger_batch_before_are_not_run_again(make_tiny: MakeLLM) -> 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 12, 20, 100, 300, 513])
 def test_every_batch_up_to_max_num_seqs_has_a_rung(make_tiny: MakeLLM, max_num_seqs: int) -> None:
     """Off-stride sizes: the top rung is max_num_seqs itself, and no decode step runs eager."""
-    llm = make_tiny(max_num_seqs=max_num_seqs, max_model_len=32, kv_cache_memory=64 << 20, block_size=8)
+    llm = make_tiny(max_num_seqs=max_num_seqs, max_model_len=32, kv_cache_memory=64 << 20, max_num_batched_tokens=2048)
     assert llm.core.limits.ladder.top == max_num_seqs
     from mainspring import SamplingParams
 

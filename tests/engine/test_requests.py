@@ -69,8 +69,8 @@ def test_a_lone_answer_ends_when_the_pool_is_full(make_tiny: MakeLLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "no tokens"),
-        (list(range(3, 203)), "the whole KV cache"),
+        ([], "prompt is empty"),
+        (list(range(3, 203)), "KV pool of 128 tokens"),
         ([5] * 600, "max_model_len 512"),
         ([5, 256], "token id 256 is outside the vocabulary of 256"),
         ([-1], "token id -1"),
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_the_requests_under_way_and_the_engine_goes_on(make_tiny: Ma
 
     def interrupt() -> None:
         deadline = time.monotonic() + 20
-        while not llm.core.scheduler.running and time.monotonic() < deadline:
+        while not llm.core.scheduler.num_running and time.monotonic() < deadline:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -209,7 +209,7 @@ def test_python_in_a_layer_runs_at_every_token_when_eager_only(make_tiny: MakeLL
 
     for eager in (True, False):
         llm = make_tiny(enforce_eager=eager)
-        llm.core.runner.model.layers[0].register_forward_pre_hook(count)
+        llm.core.runner.model.model.layers[0].register_forward_pre_hook(count)
         calls = 0
         llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
         prefill, decode = 1, 9
