@@ -30,14 +30,17 @@ class Holdings:
         """Seats that no request holds."""
         return len(self._free_seats)
 
-    def try_admit(self, request: Request, writes: list[TableWrite]) -> bool:
-        """Give a request a seat and all blocks of its known tokens at once, or nothing (False)."""
+    def try_admit(self, request: Request, headroom: int, writes: list[TableWrite]) -> bool:
+        """Give a request a seat and all blocks of its known tokens at once, or nothing (False).
+
+        ``headroom`` blocks must stay free beside.
+        """
         pool = self.pool
-        if not self._free_seats or pool.num_free == 0:
+        if not self._free_seats or pool.num_free <= headroom:
             return False
         hits, unheld = self._cached_blocks(request)
         missing = pool.blocks_for(request.num_tokens) - len(hits)
-        if missing + unheld > pool.num_free:
+        if missing + unheld + headroom > pool.num_free:
             return False
         pool.acquire(hits)
         request.seat = self._free_seats.pop()
@@ -69,6 +72,12 @@ class Holdings:
     def lacks_block(self, request: Request) -> bool:
         """Whether the position that the next decode step writes lies past the request's blocks."""
         return request.num_computed_tokens >= len(request.block_ids) * self.pool.block_size
+
+    def will_lack_block(self, request: Request) -> bool:
+        """Whether a running request will need another block for its next ``block_size`` tokens."""
+        size = self.pool.block_size
+        written = max(request.num_computed_tokens, request.prefill_target)
+        return min(written + size, request.max_total_tokens - 1) > len(request.block_ids) * size
 
     def grow(self, request: Request, count: int, writes: list[TableWrite]) -> None:
         """Append ``count`` blocks to the request's table."""

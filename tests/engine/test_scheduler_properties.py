@@ -8,9 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_harness import Engine, Params
+from scheduler_device import Params
+from scheduler_harness import Engine
 
-from mainspring.engine.request import InvalidRequestError
+from mainspring.engine.errors import RequestError
 
 
 def make_prompt(rng: random.Random, longest: int) -> list[int]:
@@ -63,7 +64,7 @@ class Traffic(RuleBasedStateMachine):
             if fits:
                 self.engine.add(prompt, params, **options)
             else:
-                with pytest.raises(InvalidRequestError, match=f"prompt of {len(prompt)} tokens"):
+                with pytest.raises(RequestError, match=f"prompt of {len(prompt)} tokens"):
                     self.engine.add(prompt, params, **options)
 
     @rule(count=st.integers(1, 8))
@@ -108,7 +109,8 @@ def drive(rng: random.Random, engine: Engine, steps: int, load: float) -> None:
         if rng.random() < load and engine.scheduler.num_waiting < 8:
             prompt = make_prompt(rng, rng.randint(1, min(longest, 40)))
             for choice in range(3 if rng.random() < 0.1 else 1):
-                params = Params(rng.choice([1, 4, 16, 40, None]), rng.randrange(4), rng.choice([0, 4, 20]))
+                max_tokens = rng.choice([1, 4, 8, 16, 16, 40, 40, None])
+                params = Params(max_tokens, rng.randrange(4), rng.choice([0, 4, 20]))
                 priority = rng.choice([0, 0, 0, 1])
                 live.append(engine.add(prompt, params, priority=priority, choice=choice))
         dice = rng.random()
@@ -130,7 +132,7 @@ def drive(rng: random.Random, engine: Engine, steps: int, load: float) -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_hundred_thousand_random_steps_keep_every_promise(depth: int, prefix_caching: bool) -> None:
-    sizes = [(9, 3, 16), (17, 6, 8), (33, 4, 64), (25, 8, 32)]
+    sizes = [(9, 3, 16), (17, 6, 8), (33, 8, 64), (65, 12, 32)]
     for number, (num_blocks, num_seats, budget) in enumerate(sizes):
         rng = random.Random(number)
         engine = Engine(num_blocks, 4, num_seats, budget, depth=depth, prefix_caching=prefix_caching)
