@@ -7,8 +7,13 @@ from typing import Annotated
 import typer
 
 from mainspring import __version__
+from mainspring.cli.chat import chat
+from mainspring.cli.command import command
+from mainspring.cli.generate import generate
 
-app = typer.Typer(name="mainspring", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="mainspring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -26,6 +31,10 @@ def root(
     """A language-model decoding engine built around CUDA graphs."""
 
 
+command(app)(generate)
+command(app)(chat)
+
+
 def main() -> None:
     """Run the command line with the arguments of this process."""
-    app()
+    app(prog_name="mainspring")

@@ -1,0 +1,36 @@
+"""The small table that closes ``--stats``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from mainspring.engine.stats import EngineStats
+
+
+def stats_table(stats: EngineStats) -> Table:
+    """What the engine did, one line for each figure; lists every step that ran eager, with its reason."""
+    table = Table(box=box.ROUNDED, show_header=False)
+    table.add_column("figure", style="bold", no_wrap=True)
+    table.add_column("value", justify="right")
+    table.add_row("launch mode", stats.launch_mode)
+    table.add_row("CPU calls per decoded token", f"{stats.cpu_calls_per_token:.2f}")
+    table.add_row("ms per token", f"{stats.ms_per_token:.2f}")
+    table.add_row("tokens/s", f"{stats.tokens_per_second:.1f}")
+    table.add_row("padding waste", f"{100 * stats.padding_waste:.1f} %")
+    table.add_row("rungs used", rungs_used(stats.rungs))
+    table.add_row("prefill steps", str(stats.prefill_steps))
+    table.add_row("decode steps", str(stats.decode_steps))
+    for reason, count in sorted(stats.eager_steps.items()):
+        table.add_row(f"eager: {reason}", str(count))
+    return table
+
+
+def rungs_used(rungs: Mapping[int, int]) -> str:
+    """Batch sizes with how often each was replayed, such as ``1 x 63, 8 x 12``; ``none`` where none was."""
+    used = [f"{rung} x {replays}" for rung, replays in sorted(rungs.items()) if replays]
+    return ", ".join(used) or "none"
