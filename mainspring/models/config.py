@@ -85,9 +85,7 @@ class ModelConfig:
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value <= 0:
-                raise ModelError(
-                    f"the configuration gives {name} = {value!r}; it must be a whole number above 0"
-                )
+                raise ModelError(f"the configuration gives {name} = {value!r}; it must be a whole number above 0")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
@@ -115,9 +113,7 @@ class ModelConfig:
 
 def unsupported_architecture(name: str) -> ModelError:
     """The error for a model that the decoder does not cover: its name, and the names that it does cover."""
-    return ModelError(
-        f"architecture {name} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
+    return ModelError(f"architecture {name} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
 
 
 def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
@@ -151,9 +147,7 @@ def check_raw_config(raw: Mapping[str, Any], origin: str) -> str:
         by_type = {kind: name for name, kind in SUPPORTED_ARCHITECTURES.items()}
         model_type = raw.get("model_type")
         if model_type is None:
-            raise ModelError(
-                f"{origin} has neither architectures nor model_type; it is no model's configuration"
-            )
+            raise ModelError(f"{origin} has neither architectures nor model_type; it is no model's configuration")
         if model_type not in by_type:
             raise unsupported_architecture(str(model_type))
         named = [by_type[model_type]]
@@ -162,9 +156,7 @@ def check_raw_config(raw: Mapping[str, Any], origin: str) -> str:
         raise unsupported_architecture(architecture)
     quantization = raw.get("quantization_config")
     if quantization:
-        method = (
-            quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else quantization
-        )
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
             f"{origin} has weights quantized with {method} (quantization_config), which is not supported; "
             "use the model's unquantized safetensors, or a GGUF file"
@@ -243,9 +235,7 @@ def _rope_settings(config: Any) -> RopeSettings:
     nested = [value for value in settings.values() if isinstance(value, Mapping)]
     if nested:
         if any(dict(value) != dict(nested[0]) for value in nested):
-            raise ModelError(
-                "rope_parameters differ between layer types; the decoder has one rotation for all layers"
-            )
+            raise ModelError("rope_parameters differ between layer types; the decoder has one rotation for all layers")
         settings = dict(nested[0])
     theta = settings.pop("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0
     kind = settings.pop("rope_type", None) or settings.get("type") or "default"

@@ -64,9 +64,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device) if norm else None
 
-    def forward(
-        self, x: Tensor, inputs: ModelInputs, cache: tuple[Tensor, Tensor], cos_sin: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, inputs: ModelInputs, cache: tuple[Tensor, Tensor], cos_sin: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes this step's keys and values into `cache` first."""
         q, k, v = self.qkv_proj(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q = q.view(-1, self.num_heads, self.head_dim)
@@ -205,9 +203,7 @@ class Decoder(nn.Module):
             weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
         inv_freq, scaling = inverse_frequencies(config, self.max_positions)
-        self.register_buffer(
-            "cos_sin", rope_table(inv_freq.to(device), self.max_positions, scaling), persistent=False
-        )
+        self.register_buffer("cos_sin", rope_table(inv_freq.to(device), self.max_positions, scaling), persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -26,17 +26,13 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     tokens: list[str] = file.get("tokenizer.ggml.tokens")
     types: list[int] = file.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if len(types) != len(tokens):
-        raise ModelError(
-            f"{file.path} has {len(tokens)} tokens but {len(types)} token types; the file is damaged"
-        )
+        raise ModelError(f"{file.path} has {len(tokens)} tokens but {len(types)} token types; the file is damaged")
     if kind == "gpt2":
         tokenizer, add_bos = _byte_level(file, tokens)
     elif kind == "llama":
         tokenizer, add_bos = _sentence_piece(file, tokens, types), True
     else:
-        raise ModelError(
-            f"{file.path} has a tokenizer of kind {kind!r}; supported in GGUF are gpt2 and llama"
-        )
+        raise ModelError(f"{file.path} has a tokenizer of kind {kind!r}; supported in GGUF are gpt2 and llama")
     tokenizer.add_special_tokens(
         [
             AddedToken(token, special=True, normalized=False)
@@ -84,8 +80,7 @@ def _special_names(file: GgufFile, tokens: list[str]) -> dict[str, str]:
             continue
         if not 0 <= int(index) < len(tokens):
             raise ModelError(
-                f"{file.path} gives {theirs}_token_id {index} in a vocabulary of {len(tokens)}; the file is "
-                "damaged"
+                f"{file.path} gives {theirs}_token_id {index} in a vocabulary of {len(tokens)}; the file is damaged"
             )
         named[f"{ours}_token"] = tokens[int(index)]
     return named

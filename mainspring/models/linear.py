@@ -37,9 +37,7 @@ class Linear(nn.Module):
         self.weight = weight
         self.bias: Tensor | None
         if bias:
-            self.bias = nn.Parameter(
-                torch.empty(out_features, dtype=dtype, device=device), requires_grad=False
-            )
+            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         else:
             self.register_parameter("bias", None)
 

@@ -84,21 +84,14 @@ def load_model(
     if max_model_len is not None and max_model_len < 1:
         raise ModelError(f"max_model_len {max_model_len} must be at least 1 token")
     config = load_config(source)
-    if (
-        load_format == "auto"
-        and source.kind == "folder"
-        and config.tie_word_embeddings
-        and heads_differ(source.path)
-    ):
+    if load_format == "auto" and source.kind == "folder" and config.tie_word_embeddings and heads_differ(source.path):
         logger.warning(
             "%s calls its embeddings tied, but its lm_head.weight differs from them; both are used. "
             "Set tie_word_embeddings to false in config.json.",
             source.name,
         )
         config = replace(config, tie_word_embeddings=False)
-    model = Decoder(
-        config, dtype=resolve_dtype(dtype, config, device), device=device, max_positions=max_model_len
-    )
+    model = Decoder(config, dtype=resolve_dtype(dtype, config, device), device=device, max_positions=max_model_len)
     if load_format == "dummy":
         fill_dummy(model, seed)
     elif source.kind == "gguf":

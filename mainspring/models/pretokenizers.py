@@ -59,9 +59,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), _llama3_plain),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _qwen2),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "gigachat"), _gpt2),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _digits_gpt2
-    ),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _digits_gpt2),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o": PreTokenizer((_GPT_4O,)),

@@ -26,9 +26,7 @@ def inverse_frequencies(config: ModelConfig, max_positions: int | None = None) -
     rope = config.rope
     length = max_positions or config.max_position_embeddings
     if rope.kind == "default":
-        exponents = (
-            torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float() / config.head_dim
-        )
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float() / config.head_dim
         inv_freq, scaling = 1.0 / (rope.theta**exponents), 1.0
     else:
         inv_freq, scaling = _from_transformers(config, length)
@@ -70,6 +68,4 @@ def _from_transformers(config: ModelConfig, length: int) -> tuple[Tensor, float]
         seq_len = length if rope.kind in _LENGTH_DEPENDENT else None
         return ROPE_INIT_FUNCTIONS[rope.kind](carrier, torch.device("cpu"), seq_len=seq_len)
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"RoPE scaling {rope.kind!r} with {dict(rope.parameters)} is not valid: {error!r}"
-        ) from error
+        raise ModelError(f"RoPE scaling {rope.kind!r} with {dict(rope.parameters)} is not valid: {error!r}") from error

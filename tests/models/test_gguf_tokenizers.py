@@ -64,7 +64,24 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
 TEXT = "I'll pay 12345$ now,\n\n  THAN'KS"
 EXPECTED = {
     "gpt-2": ["I", "'ll", " pay", " 12345", "$", " now", ",", "\n\n ", " THAN", "'", "KS"],
-    "smollm": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "$", " now", ",", "\n\n ", " THAN", "'", "KS"],
+    "smollm": [
+        "I",
+        "'ll",
+        " pay",
+        " ",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "$",
+        " now",
+        ",",
+        "\n\n ",
+        " THAN",
+        "'",
+        "KS",
+    ],
     "qwen2": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "$", " now", ",\n\n", " ", " THAN", "'KS"],
     "llama-bpe": ["I", "'ll", " pay", " ", "123", "45", "$", " now", ",\n\n", " ", " THAN", "'KS"],
     "tekken": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "$", " now", ",\n\n", " ", " THAN", "'KS"],
@@ -183,8 +200,6 @@ def test_folders_bring_their_own_tokenizer_and_refuse_code(
     loaded = load_tokenizer(resolve(llama_folder))
     assert loaded.encode("ab 12") == saved.encode("ab 12")
     assert loaded.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab!"
-    change_json(
-        llama_folder / "tokenizer_config.json", lambda c: c.update(auto_map={"AutoTokenizer": ["x.X", None]})
-    )
+    change_json(llama_folder / "tokenizer_config.json", lambda c: c.update(auto_map={"AutoTokenizer": ["x.X", None]}))
     with pytest.raises(ModelError, match="auto_map"):
         load_tokenizer(resolve(llama_folder))

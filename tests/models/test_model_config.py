@@ -92,9 +92,7 @@ def test_known_frequencies_of_llama3_and_linear_scaling() -> None:
     ],
     ids=lambda scaling: scaling["rope_type"],
 )
-def test_every_kind_of_scaling_equals_transformers_at_that_length(
-    scaling: dict[str, Any], length: int
-) -> None:
+def test_every_kind_of_scaling_equals_transformers_at_that_length(scaling: dict[str, Any], length: int) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -168,9 +166,7 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], words: s
 
 def test_the_generation_config_says_what_ends_an_answer(llama_folder: Path) -> None:
     assert load_config(resolve(llama_folder)).eos_token_ids == (2,)
-    (llama_folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [7, 9, 7], "temperature": 0.6})
-    )
+    (llama_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 7], "temperature": 0.6}))
     assert load_config(resolve(llama_folder)).eos_token_ids == (7, 9)
     assert load_generation_config(resolve(llama_folder))["temperature"] == 0.6
     (llama_folder / "generation_config.json").unlink()

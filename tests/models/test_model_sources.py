@@ -99,9 +99,7 @@ def test_hub_names_come_from_the_ordinary_cache_when_offline(
         resolve("tests/absent")
 
 
-def test_only_what_a_model_needs_is_fetched_from_the_hub(
-    monkeypatch: pytest.MonkeyPatch, llama_folder: Path
-) -> None:
+def test_only_what_a_model_needs_is_fetched_from_the_hub(monkeypatch: pytest.MonkeyPatch, llama_folder: Path) -> None:
     import fnmatch
 
     import huggingface_hub
@@ -131,9 +129,7 @@ def test_only_what_a_model_needs_is_fetched_from_the_hub(
         )
 
 
-def test_a_gguf_file_of_a_hub_repository_is_fetched_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gguf_file_of_a_hub_repository_is_fetched_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
     asked: list[tuple[str, str]] = []
@@ -144,7 +140,5 @@ def test_a_gguf_file_of_a_hub_repository_is_fetched_alone(
         return str(tmp_path / "m.Q4_0.gguf")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert resolve("owner/name/m.Q4_0.gguf") == ModelSource(
-        "gguf", tmp_path / "m.Q4_0.gguf", "owner/name/m.Q4_0.gguf"
-    )
+    assert resolve("owner/name/m.Q4_0.gguf") == ModelSource("gguf", tmp_path / "m.Q4_0.gguf", "owner/name/m.Q4_0.gguf")
     assert asked == [("owner/name", "m.Q4_0.gguf")]

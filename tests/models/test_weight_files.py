@@ -28,9 +28,7 @@ def rewrite(folder: Path, change: Any) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_many_shards_read_by_index_give_what_one_file_gives(
-    tmp_path: Path, hf_model: Any, paged_run: Any
-) -> None:
+def test_many_shards_read_by_index_give_what_one_file_gives(tmp_path: Path, hf_model: Any, paged_run: Any) -> None:
     model = hf_model("qwen2")
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="30KB")
@@ -58,9 +56,7 @@ def test_tied_heads_with_and_without_a_redundant_tensor(
         expected = reference(torch.tensor([[5, 9, 33, 2, 71]])).logits[0]
     torch.testing.assert_close(logits(tmp_path, paged_run), expected, atol=1e-4, rtol=0)
     if tied:
-        rewrite(
-            tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
-        )
+        rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
         torch.testing.assert_close(logits(tmp_path, paged_run), expected, atol=1e-4, rtol=0)
 
 
@@ -90,9 +86,7 @@ def test_names_of_a_bare_body_are_understood(llama_folder: Path, paged_run: Any)
 
 def test_computed_rotary_frequencies_in_a_file_are_left_out(llama_folder: Path, paged_run: Any) -> None:
     before = logits(llama_folder, paged_run)
-    rewrite(
-        llama_folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    )
+    rewrite(llama_folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     assert torch.equal(logits(llama_folder, paged_run), before)
 
 

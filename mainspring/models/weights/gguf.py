@@ -12,6 +12,7 @@ from torch import Tensor
 from mainspring.models.config import ModelConfig
 from mainspring.models.errors import ModelError
 from mainspring.models.gguf_file import GgufFile
+from mainspring.models.gguf_header import dequantize
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -61,33 +62,12 @@ def read_gguf(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor
         name = hugging_face_name(tensor.name)
         if name is None:
             continue
-        values = dequantize(file, tensor)
+        values = dequantize(tensor)
         if interleaved and ".self_attn.q_proj." in name:
             values = deinterleave(values, config.num_heads)
         elif interleaved and ".self_attn.k_proj." in name:
             values = deinterleave(values, config.num_kv_heads)
         yield name, torch.from_numpy(np.require(values, requirements=["C", "W"]))
-
-
-def dequantize(file: GgufFile, tensor: object) -> NDArray[np.float32]:
-    """One reader tensor -> fp32, its shape as PyTorch has it (rows first)."""
-    import gguf
-
-    kind = tensor.tensor_type  # type: ignore[attr-defined]
-    name = tensor.name  # type: ignore[attr-defined]
-    data = tensor.data  # type: ignore[attr-defined]
-    try:
-        if kind.name in ("F64", "I8", "I16", "I32", "I64"):
-            values = np.asarray(data)
-        else:
-            values = gguf.quants.dequantize(data, kind)
-    except NotImplementedError as error:
-        raise ModelError(
-            f"tensor {name} in {file.path} is quantized as {kind.name}, which the gguf package cannot "
-            "dequantize; use another quantization of this model"
-        ) from error
-    shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))  # type: ignore[attr-defined]
-    return np.asarray(values, dtype=np.float32).reshape(shape)
 
 
 def deinterleave(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:

@@ -102,8 +102,7 @@ def fill(model: Decoder, tensors: Iterable[tuple[str, Tensor]], *, origin: str, 
             )
         if not tensor.is_floating_point():
             raise ModelError(
-                f"tensor {given} in {origin} has dtype {tensor.dtype}; only floating-point weights can be "
-                "loaded"
+                f"tensor {given} in {origin} has dtype {tensor.dtype}; only floating-point weights can be loaded"
             )
         write_rows(model, place, tensor)
         missing.pop(name, None)
@@ -127,9 +126,5 @@ def write_rows(model: Decoder, place: Destination, tensor: Tensor) -> None:
         return
     with torch.no_grad():
         getattr(owner, leaf).narrow(0, place.start, tensor.shape[0]).copy_(tensor)
-    if (
-        owner is model.model.embed_tokens
-        and model.config.tie_word_embeddings
-        and model.lm_head.kind != "dense"
-    ):
+    if owner is model.model.embed_tokens and model.config.tie_word_embeddings and model.lm_head.kind != "dense":
         model.lm_head.write(place.start, tensor)

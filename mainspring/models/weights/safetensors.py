@@ -43,9 +43,7 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
             "code, so they are refused; load the model in transformers and save it with save_pretrained to "
             "get safetensors"
         )
-    raise ModelError(
-        f"{folder} holds no weights: no {SINGLE_FILE}, no {INDEX_FILE}; the download may be incomplete"
-    )
+    raise ModelError(f"{folder} holds no weights: no {SINGLE_FILE}, no {INDEX_FILE}; the download may be incomplete")
 
 
 def _from_index(folder: Path) -> dict[Path, list[str] | None]:
@@ -64,9 +62,7 @@ def _from_index(folder: Path) -> dict[Path, list[str] | None]:
             names.append(tensor)
     absent = [file.name for file in files if not file.is_file()]
     if absent:
-        raise ModelError(
-            f"{path} lists {', '.join(absent)}, which is not in the folder; download the missing shards"
-        )
+        raise ModelError(f"{path} lists {', '.join(absent)}, which is not in the folder; download the missing shards")
     return files
 
 
@@ -77,9 +73,7 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
             present = set(file.keys())
             for name in names if names is not None else sorted(present):
                 if name not in present:
-                    raise ModelError(
-                        f"{path} lacks tensor {name}, which the index places there; download it again"
-                    )
+                    raise ModelError(f"{path} lacks tensor {name}, which the index places there; download it again")
                 yield name, _tensor(path, file, name)
 
 
