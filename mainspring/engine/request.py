@@ -11,10 +11,6 @@ from typing import Literal, Protocol
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class InvalidRequestError(ValueError):
-    """The request can never be served as it is; the message says which limit it breaks and the way out."""
-
-
 class HasMaxTokens(Protocol):
     """What the scheduler needs to know of the sampling parameters."""
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mainspring.engine.block_pool import BlockPool
+from mainspring.engine.errors import RequestError
 from mainspring.engine.holdings import Holdings, SchedulerError, describe
 from mainspring.engine.plan import DecodePlan, PrefillChunk, PrefillPlan, Reservation, TableWrite
 from mainspring.engine.request import (
     FinishReason,
-    InvalidRequestError,
     Request,
     RequestQueue,
     RequestStatus,
@@ -83,22 +83,22 @@ class Scheduler:
         """Queue a new request and set its ``max_total_tokens``.
 
         Raises:
-            InvalidRequestError: an empty prompt, ``max_tokens`` < 1, or a prompt that leaves no room for one
+            RequestError: an empty prompt, ``max_tokens`` < 1, or a prompt that leaves no room for one
                 token in ``max_model_len`` or in the whole KV pool.
         """
         prompt = len(request.prompt_token_ids)
         max_tokens = request.params.max_tokens
         if prompt == 0:
-            raise InvalidRequestError("the prompt is empty; give at least one token")
+            raise RequestError("the prompt is empty; give at least one token")
         if max_tokens is not None and max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens {max_tokens} < 1; ask for at least one token")
+            raise RequestError(f"max_tokens {max_tokens} < 1; ask for at least one token")
         if prompt + 1 > self.max_model_len:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"max_model_len {self.max_model_len} < prompt of {prompt} tokens + 1 to generate; "
                 "raise max_model_len or shorten the prompt"
             )
         if prompt + 1 > self.pool.num_usable_tokens:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"KV pool of {self.pool.num_usable_tokens} tokens ({self.pool.num_usable_blocks} blocks of "
                 f"{self.pool.block_size}) < prompt of {prompt} tokens + 1 to generate; "
                 "give the KV cache more memory or shorten the prompt"

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_device import Params
 from scheduler_harness import Engine
 
-from mainspring.engine.request import InvalidRequestError
+from mainspring.engine.errors import RequestError
 
 
 def make_prompt(rng: random.Random, longest: int) -> list[int]:
@@ -64,7 +64,7 @@ class Traffic(RuleBasedStateMachine):
             if fits:
                 self.engine.add(prompt, params, **options)
             else:
-                with pytest.raises(InvalidRequestError, match=f"prompt of {len(prompt)} tokens"):
+                with pytest.raises(RequestError, match=f"prompt of {len(prompt)} tokens"):
                     self.engine.add(prompt, params, **options)
 
     @rule(count=st.integers(1, 8))
