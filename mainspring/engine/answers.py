@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mainspring.engine.detokenizer import Detokenizer
-from mainspring.engine.outputs import CompletionOutput, RequestOutput
+from mainspring.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from mainspring.engine.request import Request
 from mainspring.engine.step import EXHAUSTED, STOPPED
 
@@ -17,10 +17,10 @@ class Choice:
     request: Request
     detokenizer: Detokenizer | None
     eos_token_ids: frozenset[int]
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
-    def push(self, token: int, status: int) -> str | None:
+    def push(self, token: int, status: int) -> FinishReason | None:
         """Take in the request's newest token; the finish reason if the choice ends with it."""
         if status == STOPPED:
             self.finish_reason = "stop"
@@ -33,7 +33,7 @@ class Choice:
                 self.finish_reason, self.stop_reason = "stop", stop
         return self.finish_reason
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: FinishReason) -> None:
         """End the choice from outside (an abort, an error); what text there is stays."""
         if self.finish_reason is None:
             self.finish_reason = reason

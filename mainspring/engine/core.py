@@ -21,7 +21,9 @@ from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.settings import STOP_IDS_WIDTH, EngineSettings
 from mainspring.engine.stats import EngineStats, StepClock
 from mainspring.engine.step import IDLE
-from mainspring.models import load_config, load_model, load_tokenizer, resolve
+from mainspring.models.loader import load_config, load_model
+from mainspring.models.source import resolve
+from mainspring.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger("mainspring")
 
@@ -36,19 +38,24 @@ class EngineCore:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         device = choose_device(settings.device)
-        source = resolve(settings.model)
+        source = resolve(settings.model, weights=settings.load_format != "dummy")
         self.config = load_config(source)
         self.limits: EngineLimits = derive_limits(settings, self.config, device)
         self.tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(source)
         model = load_model(
-            source, dtype=self.limits.dtype, device=device, load_format=settings.load_format, seed=settings.seed
+            source,
+            dtype=self.limits.dtype,
+            device=device,
+            load_format=settings.load_format,
+            seed=settings.seed,
+            max_model_len=self.limits.max_model_len,
         )
+        model.pack()
         progress = settings.progress if settings.progress is not None else os.isatty(2)
         self.runner = ModelRunner(model, self.limits, enforce_eager=settings.enforce_eager, progress=progress)
         self.memory = plan_memory(self.runner, settings)
         self.runner.allocate(self.memory.num_blocks)
         self.runner.record()
-        self.max_request_tokens = min(self.limits.max_model_len, self.memory.num_blocks * self.limits.block_size)
         self.scheduler = Scheduler(
             BlockPool(self.memory.num_blocks + 1, self.limits.block_size, settings.enable_prefix_caching),
             num_seats=self.limits.max_num_seqs,
@@ -59,7 +66,7 @@ class EngineCore:
         self._eos_token_ids = frozenset(self.config.eos_token_ids)
         self._seeds = random.Random(settings.seed)
         self._arrivals = 0
-        self._choices: dict[str, tuple[Answer, Choice]] = {}
+        self._choices: dict[Request, tuple[Answer, Choice]] = {}
         self._in_flight: deque[LaunchedStep] = deque()
         self._depth = 1 if device.type == "cuda" and not settings.enforce_eager else 0
         self._process = os.getpid()
@@ -83,38 +90,27 @@ class EngineCore:
         can never be served."""
         self._check_alive()
         prompt_token_ids = list(prompt_token_ids)
-        self._check_prompt(prompt_token_ids)
+        self._check_vocabulary(prompt_token_ids)
         stop_ids = self._stop_ids(params)
         answer = Answer(request_id, prompt, prompt_token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        room = self.max_request_tokens - len(prompt_token_ids)
-        requests = []
         for index in range(params.n):
-            requests.append(
-                Request(
-                    request_id=request_id if params.n == 1 else f"{request_id}-{index}",
-                    prompt_token_ids=prompt_token_ids,
-                    params=params,
-                    arrival=self._arrivals + index,
-                    priority=priority,
-                    choice=index,
-                    seed=seed,
-                    stop_ids=stop_ids,
-                    max_total_tokens=len(prompt_token_ids) + min(room, params.max_tokens or room),
-                )
+            request = Request(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                arrival=self._arrivals,
+                priority=priority,
+                choice=index,
+                seed=seed,
+                stop_ids=stop_ids,
             )
-        for request in requests:
-            if request.request_id in self._choices:
-                raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        self._arrivals += params.n
-        for request in requests:
-            text = None
-            if self.tokenizer is not None and params.detokenize:
-                text = Detokenizer(self.tokenizer, params)
+            self.scheduler.add(request)
+            text = Detokenizer(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
             choice = Choice(request, text, self._eos_token_ids)
             answer.choices.append(choice)
-            self.scheduler.add(request)
-            self._choices[request.request_id] = (answer, choice)
+            self._choices[request] = (answer, choice)
+        self._arrivals += 1
         return answer
 
     def abort(self, answer: Answer) -> None:
@@ -122,7 +118,7 @@ class EngineCore:
         for choice in answer.choices:
             if choice.finish_reason is None:
                 self.scheduler.abort(choice.request)
-                self._choices.pop(choice.request.request_id, None)
+                self._choices.pop(choice.request, None)
                 choice.end("abort")
 
     def has_work(self) -> bool:
@@ -157,7 +153,7 @@ class EngineCore:
                 launched.results()
         self._in_flight.clear()
         self._choices.clear()
-        self.runner.close()
+        del self.runner
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:
@@ -169,36 +165,22 @@ class EngineCore:
         results = launched.results()
         self.clock.arrived(launched)
         for request, token, status in results:
-            entry = self._choices.get(request.request_id)
-            if entry is None or entry[1].request is not request:
+            entry = self._choices.get(request)
+            if entry is None:
                 continue
             answer, choice = entry
             if status == IDLE:
-                self.scheduler.skip_token(request)
-                continue
+                raise EngineError(f"the step did nothing for request {request.request_id}, which has not ended")
             self.scheduler.append_token(request, token)
             self.clock.tokens += 1
             touched[answer.request_id] = answer
-            if choice.push(token, status) is not None:
-                self.scheduler.finish(request)
-                del self._choices[request.request_id]
+            reason = choice.push(token, status)
+            if reason is not None:
+                self.scheduler.finish(request, reason)
+                del self._choices[request]
         return list(touched.values())
 
-    def _check_prompt(self, prompt_token_ids: list[int]) -> None:
-        count = len(prompt_token_ids)
-        if count == 0:
-            raise RequestError("the prompt has no tokens; give at least one")
-        if count + 1 > self.limits.max_model_len:
-            raise RequestError(
-                f"prompt of {count} tokens plus one to generate > max_model_len {self.limits.max_model_len}; shorten "
-                f"the prompt or raise max_model_len"
-            )
-        if count + 1 > self.max_request_tokens:
-            raise RequestError(
-                f"prompt of {count} tokens plus one to generate > {self.max_request_tokens} tokens, the whole KV cache "
-                f"({self.memory.num_blocks} blocks of {self.limits.block_size}); shorten the prompt or raise "
-                f"kv_cache_memory / gpu_memory_utilization"
-            )
+    def _check_vocabulary(self, prompt_token_ids: list[int]) -> None:
         vocab = self.config.vocab_size
         wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab), None)
         if wrong is not None:

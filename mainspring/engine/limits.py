@@ -10,8 +10,8 @@ from mainspring.engine.errors import SettingsError
 from mainspring.engine.settings import EngineSettings
 from mainspring.graphs import Ladder, LadderError
 from mainspring.models.config import ModelConfig
+from mainspring.models.loader import resolve_dtype
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Defaults by device type: rows a step may have, and tokens a prefill step may have.
 DEFAULT_NUM_SEQS = {"cpu": 8, "cuda": 256}
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -60,15 +60,6 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU; on a GPU the checkpoint's own dtype, or bfloat16 for float32 and quantized ones."""
-    if name != "auto":
-        return DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
-    return checkpoint if checkpoint in (torch.bfloat16, torch.float16) else torch.bfloat16
-
-
 def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.device) -> EngineLimits:
     """Fill in what ``settings`` left open and check the rest against the model.
 
@@ -93,7 +84,7 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
         ladder = Ladder({*usable, max_num_seqs})
     return EngineLimits(
         device=device,
-        dtype=choose_dtype(settings.dtype, config.checkpoint_dtype, device),
+        dtype=resolve_dtype(settings.dtype, config, device),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type],

@@ -123,9 +123,7 @@ class LLM:
                 waiting -= ended
                 bar.update(len(ended))
 
-    def _stream(
-        self, prompt: tuple[str | None, list[int]], params: SamplingParams | None
-    ) -> Iterator[RequestOutput]:
+    def _stream(self, prompt: tuple[str | None, list[int]], params: SamplingParams | None) -> Iterator[RequestOutput]:
         text, token_ids = prompt
         answer = self.core.add(self._next_id(), token_ids, params or self.default_params(), prompt=text)
         return self._follow(answer)
@@ -169,9 +167,7 @@ class LLM:
                 raise RequestError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
             prompt = prompt["prompt"]
         if not isinstance(prompt, str):
-            raise RequestError(
-                f"a prompt is a text or a mapping with 'prompt_token_ids', not {type(prompt).__name__}"
-            )
+            raise RequestError(f"a prompt is a text or a mapping with 'prompt_token_ids', not {type(prompt).__name__}")
         return prompt, list(self._tokenizer()(prompt)["input_ids"])
 
     def _encode_chat(self, messages: Messages) -> tuple[str, list[int]]:

@@ -53,7 +53,9 @@ def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
     else:
         total = torch.cuda.get_device_properties(device).total_memory
         budget = int(total * settings.gpu_memory_utilization) - in_use
-        limit = f"gpu_memory_utilization {settings.gpu_memory_utilization} of {total} bytes, of which {in_use} are in use"
+        limit = (
+            f"gpu_memory_utilization {settings.gpu_memory_utilization} of {total} bytes, of which {in_use} are in use"
+        )
         way_out = "raise gpu_memory_utilization, or lower max_num_seqs or max_num_batched_tokens"
     num_blocks = budget // block_bytes - 1
     if settings.num_gpu_blocks_override is not None:

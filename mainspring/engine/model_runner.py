@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch
 
 from mainspring.engine.kv_cache import KVCacheSpec, allocate_kv_cache, layer_views
 from mainspring.engine.limits import EngineLimits
+from mainspring.engine.operation_counter import OperationCounter
 from mainspring.engine.request import Request
 from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan
@@ -54,13 +55,28 @@ class ModelRunner:
         self.ring = TokenRing(self.buffers, limits.max_rows)
         self.logits = self.buffers.allocate("logits", (limits.max_rows, model.config.vocab_size), limits.dtype)
         self.samplers: dict[str, Sampler] = {PLAIN: PlainSampler(), FULL: FullSampler(self.seats)}
-        self.runners: dict[str, GraphRunner] = {}
         self.prefill_tokens = 0
         self.downloads = 0
         self._step: Step | None = None
         self._steps_launched = 0
-        for name, parameter in model.named_parameters():
-            self.buffers.adopt(name, parameter)
+        self.eager_operations = 0
+        self._eager_operations: dict[tuple[str, int], int] = {}
+        for name, getter in weight_getters(model):
+            self.buffers.adopt(name, getter)
+        self.runners = {
+            name: GraphRunner(
+                partial(self._decode, sampler=sampler),
+                inputs={"rows": Input((), torch.int32, pad=-1)},
+                ladder=limits.ladder,
+                device=limits.device,
+                buffers=self.buffers,
+                pool=self.pool,
+                enforce_eager=enforce_eager,
+                name=f"decode.{name}",
+                progress=progress,
+            )
+            for name, sampler in self.samplers.items()
+        }
 
     @property
     def kv_spec(self) -> KVCacheSpec:
@@ -71,41 +87,18 @@ class ModelRunner:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate a KV cache of ``num_blocks`` usable blocks (the null block comes on top) and make the runners;
-        nothing is recorded yet."""
+        """Allocate a KV cache of ``num_blocks`` usable blocks (the null block comes on top); nothing is recorded yet."""
         cache = allocate_kv_cache(self.kv_spec, num_blocks + 1, self.limits.device)
         self.buffers.adopt("kv_cache", cache)
-        self._step = Step(
-            self.model, layer_views(cache), self.seats, self.ring, self.logits, self.limits.block_size
-        )
-        self.runners = {
-            name: GraphRunner(
-                partial(self._step.decode, sampler=sampler),
-                inputs={"rows": Input((), torch.int32, pad=-1)},
-                ladder=self.limits.ladder,
-                device=self.limits.device,
-                buffers=self.buffers,
-                pool=self.pool,
-                enforce_eager=self.enforce_eager,
-                name=f"decode step ({name})",
-                progress=self.progress,
-            )
-            for name, sampler in self.samplers.items()
-        }
+        self._step = Step(self.model, layer_views(cache), self.seats, self.ring, self.logits, self.limits.block_size)
 
     def deallocate(self) -> None:
         """Give back the KV cache and everything recorded on it."""
         for runner in self.runners.values():
             runner.release()
-        self.runners = {}
-        self._step = None
-        self.buffers.forget("kv_cache")
-
-    def close(self) -> None:
-        """Give back everything: recordings, KV cache, fixed buffers and the model."""
-        self.deallocate()
-        self.buffers.clear()
-        del self.model, self.seats, self.ring, self.logits, self.samplers
+        if self._step is not None:
+            self._step = None
+            self.buffers.remove("kv_cache")
 
     def record(self, sizes: Sequence[int] | None = None) -> None:
         """Record the plain step on the ladder, or on some of its rungs. The full step is recorded when first needed."""
@@ -132,9 +125,27 @@ class ModelRunner:
         downloads = []
         for size in self.limits.ladder.split(len(rows)):
             chunk, rows = rows[:size], rows[size:]
-            self.runners[variant](rows=chunk)
+            self._run(variant, chunk)
             downloads.append(self._read_ring(len(chunk)))
         return LaunchedStep(tuple(plan.requests), tuple(downloads), is_prefill=False)
+
+    def _decode(self, rows: torch.Tensor, *, sampler: Sampler) -> None:
+        self.step.decode(rows, sampler)
+
+    def _run(self, variant: str, rows: Sequence[int]) -> None:
+        """One step on its rung; where it runs eager, its operations are counted the first time."""
+        runner = self.runners[variant]
+        if not self.enforce_eager:
+            runner(rows=rows)
+            return
+        key = (variant, self.limits.ladder.rung_for(len(rows)))
+        if key in self._eager_operations:
+            runner(rows=rows)
+        else:
+            with OperationCounter() as counter:
+                runner(rows=rows)
+            self._eager_operations[key] = counter.operations
+        self.eager_operations += self._eager_operations[key]
 
     @torch.no_grad()
     def _launch_prefill(self, plan: PrefillPlan) -> LaunchedStep:
@@ -143,7 +154,7 @@ class ModelRunner:
         tokens, positions, token_seats, lengths, last = [], [], [], [], []
         for chunk in plan.chunks:
             end = chunk.start + chunk.length
-            tokens += chunk.request.token_ids(chunk.start, end)
+            tokens += chunk.request.token_span(chunk.start, end)
             positions += range(chunk.start, end)
             token_seats += [_seat_of(chunk.request)] * chunk.length
             lengths.append(chunk.length)
@@ -210,7 +221,7 @@ def seat_state(request: Request) -> SeatState:
     params = request.params
     generated = len(request.output_token_ids)
     return SeatState(
-        token_id=request.last_token_id,
+        token_id=request.token_span(request.num_tokens - 1, request.num_tokens)[0],
         position=request.num_tokens - 1,
         remaining=request.max_total_tokens - request.num_tokens,
         min_remaining=params.min_tokens - generated,
@@ -228,6 +239,15 @@ def needs_full_sampler(request: Request) -> bool:
     """Whether the request's next token asks for more than arg-max."""
     params = request.params
     return bool(params.temperature > 0.0 or params.min_tokens > len(request.output_token_ids))
+
+
+def weight_getters(model: Decoder) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Name and present tensor of every weight and constant, looked up anew at each call so that a weight that was
+    replaced is noticed."""
+    for prefix, module in model.named_modules():
+        names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        for name in names:
+            yield f"{prefix}.{name}".lstrip("."), partial(getattr, module, name)
 
 
 def _seat_of(request: Request) -> int:

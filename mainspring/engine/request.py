@@ -51,6 +51,10 @@ class Request:
     """Lower is served first."""
     choice: int = 0
     """Which of the ``n`` answers to one prompt this is."""
+    seed: int = 0
+    """What the draws of this answer depend on, together with ``choice`` and the position."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, end-of-sequence ids included."""
     cache_salt: str | None = None
     """Requests share cached blocks only with requests of the same salt."""
 

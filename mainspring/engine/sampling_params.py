@@ -138,13 +138,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; raise max_tokens")
         if self.stop and not self.detokenize:
-            raise ValueError(
-                "stop needs text to look in, and detokenize is False; use stop_token_ids instead"
-            )
+            raise ValueError("stop needs text to look in, and detokenize is False; use stop_token_ids instead")
         if self.n > 1 and self.greedy:
-            raise ValueError(
-                f"n is {self.n} at temperature 0, where all answers are the same; raise temperature"
-            )
+            raise ValueError(f"n is {self.n} at temperature 0, where all answers are the same; raise temperature")
 
     def _keep(self, name: str, value: object) -> None:
         """Store a field in its checked form, while the object is being made."""

@@ -37,9 +37,7 @@ class Scheduler:
         ValueError: a limit below 1.
     """
 
-    def __init__(
-        self, pool: BlockPool, num_seats: int, max_num_batched_tokens: int, max_model_len: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, num_seats: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         for name, value in (
             ("num_seats", num_seats),
             ("max_num_batched_tokens", max_num_batched_tokens),

@@ -95,13 +95,13 @@ class StepClock:
             decoded_tokens=self.decode_rows,
             eager_steps=eager,
             recorded_bytes=int(runner.pool.nbytes),
-            recording_seconds=sum(capture.seconds for counter in counters for capture in counter.captures),
+            recording_seconds=sum(counter.capture_seconds for counter in counters),
         )
 
 
 def device_calls(runner: ModelRunner) -> int:
     """Calls that the CPU has made to the device through this runner: replays or single operations, and copies."""
-    calls = runner.upload.calls + runner.downloads
+    calls = runner.upload.calls + runner.downloads + runner.eager_operations
     for each in runner.runners.values():
-        calls += each.counters.device_calls
+        calls += each.counters.replays.total() + each.counters.uploads
     return calls

@@ -39,14 +39,20 @@ class TokenRing:
     """Where each step leaves its tokens: ``[RING_STEPS, rows, 2]`` int32 (token id or -1, what became of the row)."""
 
     def __init__(self, buffers: FixedBuffers, max_rows: int) -> None:
-        self.entries = buffers.allocate("token_ring", (RING_STEPS, max_rows, 2), torch.int32, fill=-1)
+        self.entries = buffers.allocate("token_ring", (RING_STEPS, max_rows, 2), torch.int32)
         self.step = buffers.allocate("step_index", (1,), torch.int64)
+        self.clear()
 
-    def write(self, tokens: torch.Tensor, status: torch.Tensor) -> None:
-        """Write one step's ``[b]`` tokens and statuses to the ring's next entry and move on."""
+    def clear(self) -> None:
+        """Set every entry to what an idle row writes, and begin again at the first."""
+        self.entries.copy_(torch.tensor([-1, IDLE], dtype=torch.int32))
+        self.step.zero_()
+
+    def write(self, tokens: torch.Tensor, status: torch.Tensor, advance: torch.Tensor) -> None:
+        """Write one step's ``[b]`` tokens and statuses to the ring's next entry and move on by ``advance`` (0 or 1)."""
         entry = torch.stack((tokens, status), dim=1)
         self.entries[:, : entry.shape[0]].index_copy_(0, self.step % RING_STEPS, entry.unsqueeze(0))
-        self.step.add_(1)
+        self.step.add_(advance)
 
 
 @dataclass(frozen=True)
@@ -114,5 +120,6 @@ class Step:
         goes_on = (~stops & ~exhausted).to(torch.int32)
         after = torch.stack((sampled, positions + 1, alive * goes_on, remaining - 1, min_remaining - 1))
         table.advanced.index_copy_(1, seats, torch.where(runs, after, before))
-        self.ring.write(torch.where(runs, sampled, -1), torch.where(runs, status, IDLE).to(torch.int32))
-
+        # A step of padding alone, as when it is recorded, leaves the ring where it is.
+        has_rows = (seats != table.null_seat).any()
+        self.ring.write(torch.where(runs, sampled, -1), torch.where(runs, status, IDLE).to(torch.int32), has_rows)

@@ -74,6 +74,10 @@ class FixedBuffers(Mapping[str, Tensor]):
 
     Args:
         device: where `allocate` puts memory.
+
+    Attributes:
+        device: where `allocate` puts memory.
+        generation: goes up whenever `accept` takes a changed address; graphs of an earlier one are stale.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -81,6 +85,7 @@ class FixedBuffers(Mapping[str, Tensor]):
         self._getters: dict[str, Callable[[], Tensor]] = {}
         self._recorded: dict[str, Signature] = {}
         self._owned: dict[str, Tensor] = {}
+        self.generation = 0
         self._index: tuple[list[int], list[int], list[int], list[str]] | None = None
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype, fill: float | bool = 0) -> Tensor:
@@ -134,6 +139,7 @@ class FixedBuffers(Mapping[str, Tensor]):
             if signature != self._recorded[name]:
                 self._recorded[name] = signature
                 changed.append(name)
+        self.generation += bool(changed)
         self._index = None
         return changed
 

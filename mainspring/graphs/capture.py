@@ -20,12 +20,17 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 @contextmanager
-def held_collector() -> Iterator[None]:
-    """Collect Python's garbage, then keep the collector off: freeing memory amid a capture breaks it."""
+def held_collector(collect: bool = True) -> Iterator[None]:
+    """Keep Python's garbage collector off: memory freed by it amid a CUDA capture breaks the capture.
+
+    Args:
+        collect: collect what there is first, so that less piles up; on the CPU nothing is gained by it.
+    """
     if not gc.isenabled():
         yield  # held already, by an outer block or by the program
         return
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.disable()
     try:
         yield

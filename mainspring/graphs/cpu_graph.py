@@ -12,7 +12,7 @@ from torch import Tensor
 from mainspring.graphs.capture import capture_error, held_collector
 from mainspring.graphs.cpu_program import Program, map_structure
 from mainspring.graphs.cpu_recorder import Recorder
-from mainspring.graphs.cpu_watch import refuse_host_access
+from mainspring.graphs.cpu_watch import Observer, refuse_host_access
 from mainspring.graphs.errors import GraphError
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.report import Address, Operation, address_book
@@ -69,12 +69,18 @@ class CpuGraph:
             CaptureError: `fn` raised (its exception is the cause), or did something that cannot be recorded.
         """
         pool = pool or GraphPool("cpu")
+        if pool.device.type != "cpu":
+            raise GraphError(f"a CPU graph needs a pool on the CPU, not on {pool.device}")
         started = time.perf_counter()
-        with held_collector(), torch.inference_mode(False), torch.no_grad():
+        with held_collector(collect=False), torch.inference_mode(False), torch.no_grad():
             try:
-                for _ in range(warmup):
+                for _ in range(warmup - 1):
                     fn()
-                recorder = Recorder(watch)
+                observer = Observer()
+                if warmup > 0:
+                    with observer:
+                        fn()
+                recorder = Recorder([*watch, *observer.seen.values()])
                 with refuse_host_access(lambda: recorder.inside_operation), recorder:
                     results = fn()
                 program = recorder.finish(results)
@@ -93,6 +99,10 @@ class CpuGraph:
         """
         if self._program is None:
             raise GraphError("this graph was released; capture it again")
+        if torch.is_autocast_enabled("cpu"):  # the recorded operations hold their casts already
+            with torch.autocast("cpu", enabled=False):
+                self.replay()
+            return
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             for call in self._calls:
                 call()
@@ -121,6 +131,16 @@ class CpuGraph:
     def nbytes(self) -> int:
         """Bytes of intermediates that this graph needs in the arena, shared with the pool's other graphs."""
         return 0 if self._program is None else self._program.nbytes
+
+    def writes_to(self, tensor: Tensor) -> bool:
+        """Whether a recorded operation declares a write into the memory of `tensor`."""
+        wanted = tensor.untyped_storage()._cdata
+        operations = [] if self._program is None else self._program.operations
+        return any(
+            isinstance(written, Tensor) and written.untyped_storage()._cdata == wanted
+            for operation in operations
+            for written in operation.writes
+        )
 
     def rebind(self, arena: torch.UntypedStorage) -> None:
         """Move the intermediates to `arena`."""

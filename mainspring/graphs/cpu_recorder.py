@@ -15,7 +15,9 @@ from mainspring.graphs.buffers import is_opaque
 from mainspring.graphs.cpu_program import Program, RecordedOp, Storage, TensorRef, map_structure, tensors_in
 from mainspring.graphs.cpu_rules import (
     is_allocation,
+    is_constant,
     is_random,
+    literal,
     matching_out,
     refuse,
     same_bits,
@@ -114,6 +116,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         outputs = list(result) if isinstance(result, (list, tuple)) else [result]
         outputs = [item for out in outputs for item in (out if isinstance(out, (list, tuple)) else [out])]
+        strangers = [out.device for out in tensors_in(outputs) if out.device.type != "cpu"]
+        if strangers:
+            raise CaptureError(f"{name} makes a tensor on {strangers[0]}; a CPU recording is of CPU tensors")
         if outputs and not any(isinstance(out, Tensor) or out is None for out in outputs):
             raise CaptureError(
                 f"{name} gives a Python value, which a recording would freeze; keep it in a tensor"
@@ -125,21 +130,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = storage._cdata != identity or storage.nbytes() != nbytes
             if moved or (tensor.shape != shape and not metadata_only):
                 raise CaptureError(
-                    f"{name} resized a tensor from {list(shape)} to {list(tensor.shape)} while recording; "
-                    f"give outputs their final shape"
+                    f"{name} resized or re-seated a tensor from {list(shape)} to {list(tensor.shape)} "
+                    f"while recording; give outputs their final shape"
                 )
         if metadata_only:
             return result  # later operations see the new metadata through their own alias
 
         if func is torch.ops.aten.lift_fresh.default:
             return self._constant(name, args[0])
-        owned = {t.untyped_storage()._cdata for t in tensors if not is_opaque(t)} | set(self._index)
-        fresh = [
-            out
-            if isinstance(out, Tensor) and (is_opaque(out) or out.untyped_storage()._cdata not in owned)
-            else None
-            for out in outputs
-        ]
+        passed = {t.untyped_storage()._cdata for t in tensors if not is_opaque(t)}
+        fresh = [out if isinstance(out, Tensor) and self._is_new(out, passed) else None for out in outputs]
         if written or not any(out is not None for out in fresh):
             if written or func.namespace not in ("aten", "prims") or not outputs:
                 self._append(name, "in_place", func, frozen_args, frozen_kwargs, fresh, reads, writes)
@@ -147,11 +147,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_allocation(func):
             self._adopt(fresh)
             return result
-        if not tensors and matching_out(func) is None:
+        if is_constant(func, tensors):
             self._adopt(fresh)
             for out in fresh:
                 if out is not None:
-                    self._copy(name, out, out.clone())
+                    self._copy(name, out, literal(out))
             return result
         self._functional(name, func, args, kwargs, frozen_args, frozen_kwargs, fresh, reads)
         return result
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A new tensor that holds a literal; copied afresh on every replay: the run may write it."""
         made = value.clone()
         self._adopt([made])
-        self._copy(name, made, value.clone())
+        self._copy(name, made, literal(value))
         return made
 
     def _copy(self, name: str, target: Tensor, source: Tensor | TensorRef) -> None:
@@ -272,6 +272,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._program.storages.append(Storage(storage.nbytes(), here, here))
                 self._held.append(tensor.detach())
                 self._memory.observe([tensor])
+
+    def _is_new(self, tensor: Tensor, passed: set[int]) -> bool:
+        """Whether `tensor` shares no memory with arguments (`passed`) or with what the run made before."""
+        if is_opaque(tensor):
+            return True
+        identity = tensor.untyped_storage()._cdata
+        return identity not in passed and identity not in self._index
 
     def _frozen(self, value: Any) -> Any:
         """`value` as it is now: a reference if this run made it, an alias if it is from outside."""

@@ -12,7 +12,16 @@ from torch._ops import OpOverload
 from mainspring.graphs.cpu_program import tensors_in
 from mainspring.graphs.errors import CaptureError
 
-__all__ = ["is_allocation", "is_random", "matching_out", "refuse", "same_bits", "written_tensors"]
+__all__ = [
+    "is_allocation",
+    "is_constant",
+    "is_random",
+    "literal",
+    "matching_out",
+    "refuse",
+    "same_bits",
+    "written_tensors",
+]
 
 _ALLOCATIONS = frozenset(
     f"aten::{name}"
@@ -25,6 +34,9 @@ _ALLOCATIONS = frozenset(
         "new_empty_strided",
     )
 )
+_CONSTANTS = frozenset(
+    f"aten::{name}" for name in ("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
+)
 _VALUE_READS = frozenset(("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"))
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,6 +44,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def is_allocation(func: OpOverload) -> bool:
     """Whether `func` only makes memory, with contents that nobody may rely on."""
     return func._schema.name in _ALLOCATIONS
+
+
+def is_constant(func: OpOverload, tensors: list[Tensor]) -> bool:
+    """Whether what `func` makes depends on no tensor's contents, so that every run makes the same."""
+    return func._schema.name in _CONSTANTS or (func.namespace == "aten" and not tensors)
 
 
 def is_random(func: OpOverload) -> bool:
@@ -116,3 +133,12 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
     integer = _INTEGERS[left.element_size()]
     return torch.equal(left.view(integer), right.view(integer))
+
+
+def literal(value: Tensor) -> Tensor:
+    """A copy of `value` to keep for replays; a single element where all are the same."""
+    if value.numel() > 1:
+        first = value[(0,) * value.dim()]
+        if same_bits(first.expand_as(value), value):
+            return first.clone()
+    return value.clone()

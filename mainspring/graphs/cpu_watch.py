@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainspring.graphs.buffers import is_opaque
+from mainspring.graphs.cpu_program import tensors_in
 from mainspring.graphs.errors import CaptureError
 
-__all__ = ["WATCH_LIMIT", "MemoryWatch", "refuse_host_access"]
+__all__ = ["WATCH_LIMIT", "MemoryWatch", "Observer", "refuse_host_access"]
 
 WATCH_LIMIT = 64 * 1024
 """Largest storage, in bytes, whose contents are followed during recording."""
@@ -27,6 +29,29 @@ _HOST_ACCESS = {
     "__array__": "conversion to a numpy array",
     "__dlpack__": "DLPack export",
 }
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the small tensors that a run uses, so that a later recording can follow them from its
+    start."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the arguments and run the operation."""
+        for tensor in tensors_in([args, kwargs]):
+            if not is_opaque(tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.seen and 0 < storage.nbytes() <= WATCH_LIMIT:
+                    self.seen[storage._cdata] = tensor.detach()
+        return func(*args, **(kwargs or {}))
+
+
+_REPLACING = threading.RLock()  # two recordings at once must not restore each other's methods
 
 
 class MemoryWatch:
@@ -97,14 +122,15 @@ def refuse_host_access(inside_operation: Callable[[], bool]) -> Iterator[None]:
 
         return method
 
-    for name in _HOST_ACCESS:
-        replaced[name] = Tensor.__dict__.get(name)
-        setattr(Tensor, name, guarded(name, getattr(Tensor, name)))
-    try:
-        yield
-    finally:
-        for name, original in replaced.items():
-            if original is None:
-                delattr(Tensor, name)
-            else:
-                setattr(Tensor, name, original)
+    with _REPLACING:
+        for name in _HOST_ACCESS:
+            replaced[name] = Tensor.__dict__.get(name)
+            setattr(Tensor, name, guarded(name, getattr(Tensor, name)))
+        try:
+            yield
+        finally:
+            for name, original in replaced.items():
+                if original is None:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, original)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,6 +17,10 @@ from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.report import Address, Operation, address_book
 
 __all__ = ["CudaGraph"]
+
+
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Captures that CUDA invalidated: the host allocator keeps pointing at them, so they are never freed."""
 
 
 class CudaGraph:
@@ -125,6 +130,10 @@ class CudaGraph:
         """Bytes that this graph added to the pool."""
         return self.pool_bytes_added
 
+    def writes_to(self, tensor: Tensor) -> bool:
+        """Always false: what kernels write is not read here."""
+        return False
+
     def release(self) -> None:
         """Destroy the graph and let go of its memory, after everything on the device has finished."""
         if self._graph is not None:
@@ -153,7 +162,9 @@ def _warm_up(fn: Callable[[], Any], runs: int, name: str) -> None:
 def _synchronizing_calls_raise() -> Iterator[None]:
     """Let torch raise where a call would synchronize, before CUDA sees it and invalidates the capture."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -187,11 +198,14 @@ def _record(fn: Callable[[], Any], pool: GraphPool, name: str) -> tuple[torch.cu
 def _end_broken(graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int, int]) -> None:
     """End a capture that failed, so that the stream and the allocator are free for the next one."""
     try:
-        graph.capture_end()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it may well be empty
+            graph.capture_end()
     except RuntimeError:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), handle)
         pool.abandon_handle()
+        _BROKEN.append(graph)
     with suppress(RuntimeError):
         graph.reset()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mainspring.graphs.buffers import FixedBuffers
-from mainspring.graphs.capture import held_collector
+from mainspring.graphs.capture import held_collector, refuse_forked
 from mainspring.graphs.counters import GraphCounters
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
@@ -66,6 +66,8 @@ class GraphRunner:
             raise GraphError(
                 f"runner {name!r} has no inputs; it needs at least one to know the number of rows"
             )
+        if torch.device(device).type == "cuda":
+            refuse_forked()
         self.name = name
         self.ladder = ladder
         self.device = torch.device(device)
@@ -86,6 +88,7 @@ class GraphRunner:
         slot_bytes = max(1, ladder.top * max(spec.row_bytes for spec in inputs.values()))
         self._staging = Staging(self.device, slot_bytes, depth=4 * len(inputs))
         self._steps: dict[int, Callable[[], None]] = {}
+        self._generation = self.buffers.generation
 
     def __call__(self, **inputs: Tensor | Sequence[Any]) -> Any:
         """Run one batch.
@@ -134,7 +137,7 @@ class GraphRunner:
         missing = [] if self.enforce_eager else [size for size in wanted if size not in self.graphs]
         if not missing:
             return []
-        with held_collector():
+        with held_collector(collect=self.device.type == "cuda"):
             return [self._record(rung) for rung in track(missing, f"recording {self.name}", self._progress)]
 
     def recapture(self, reason: str) -> list[CaptureReport]:
@@ -149,6 +152,7 @@ class GraphRunner:
         rungs = list(self.graphs)
         self.release()
         self.buffers.accept()
+        self._generation = self.buffers.generation
         for buffer in self._inputs.values():
             buffer.adopt_present()
         self._outputs.adopt_present()
@@ -186,6 +190,8 @@ class GraphRunner:
     def _run(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int) -> Any:
         """One step of at most the top rung's rows."""
         rung = self.ladder.rung_for(rows)
+        if self.buffers.generation != self._generation:
+            self.recapture("a buffer was accepted at a new address")
         self._check_addresses()
         graph = None
         if not self.enforce_eager:
@@ -240,7 +246,7 @@ class GraphRunner:
         watch = [buffer.tensor for buffer in self._inputs.values()]
         graph = kind.capture(self._step(rung), pool=self.pool, name=f"{self.name}[{rung}]", watch=watch)
         for buffer in self._inputs.values():
-            buffer.note_writes()
+            buffer.always_upload |= buffer.was_written() or graph.writes_to(buffer.tensor)
         self.graphs[rung] = graph
         report = CaptureReport(
             rung, graph.seconds, graph.num_operations, graph.pool_bytes_added, graph.nbytes

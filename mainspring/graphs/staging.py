@@ -119,7 +119,7 @@ class Staging:
         Raises:
             GraphError: shapes do not fit, `destination` is not contiguous, or it is larger than a slot.
         """
-        source = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=destination.dtype)
+        source = values if isinstance(values, Tensor) else _as_tensor(values, destination.dtype)
         rows = source.shape[0] if source.dim() else 0
         fits = source.dim() == destination.dim() > 0 and source.shape[1:] == destination.shape[1:]
         if not fits or rows > destination.shape[0] or (fill is None and rows != destination.shape[0]):
@@ -158,3 +158,13 @@ class Staging:
                 self.waits += 1
                 event.synchronize()
             self._events[at] = None
+
+
+def _as_tensor(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """`values` as a CPU tensor that can become `dtype` without dropping fractions."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.as_tensor(values, dtype=dtype)
+    source = torch.as_tensor(values)
+    if source.numel() and not torch.can_cast(source.dtype, dtype):
+        raise GraphError(f"values of {source.dtype} cannot become {dtype}; give whole numbers")
+    return source

@@ -89,10 +89,11 @@ class InputBuffer:
         self._last = None
         self._version = self.tensor._version
 
-    def note_writes(self) -> None:
-        """After a run on padding only: find out whether the step writes this buffer."""
-        if self.tensor._version != self._version or not bool((self.tensor == self.spec.pad).all()):
-            self.always_upload = not _is_nan(self.spec.pad) or self.tensor._version != self._version
+    def was_written(self) -> bool:
+        """After a run on padding only: whether the step wrote into this buffer."""
+        if self.tensor._version != self._version:
+            return True
+        return not _is_nan(self.spec.pad) and not bool((self.tensor == self.spec.pad).all())
 
     def rows_of(self, values: Tensor | Sequence[Any]) -> int:
         """Number of rows in `values`.

@@ -13,7 +13,7 @@ from mainspring.kernels.attention import decode_attention, prefill_attention
 from mainspring.kernels.kv_cache import write_kv
 from mainspring.kernels.linear import LinearWeight, PackedLinearWeight, linear, pack_linear
 from mainspring.kernels.norm import add_rms_norm, rms_norm
-from mainspring.kernels.rope import apply_rope, rope_table
+from mainspring.kernels.rope import apply_rope, rope_and_cache, rope_table
 from mainspring.kernels.sampling import greedy, mask_stop_ids, sample
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "pack_linear",
     "prefill_attention",
     "rms_norm",
+    "rope_and_cache",
     "rope_table",
     "sample",
     "silu_and_mul",

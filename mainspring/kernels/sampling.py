@@ -78,12 +78,14 @@ def sample_reference(
     seeds: Tensor,
     choices: Tensor,
     positions: Tensor,
+    filters: bool = True,
 ) -> Tensor:
     """What :func:`sample` computes, in plain torch and with no data-dependent shape."""
-    cut_logit, cut_id = filter_cut_reference(logits, temperature, top_k, top_p, min_p)
     scores = scaled_logits(logits, temperature) + gumbel_noise(seeds, choices, positions, logits.shape[-1])
-    drawn = scores.masked_fill(~may_draw(logits, cut_logit, cut_id), -torch.inf).argmax(dim=-1)
-    return torch.where(temperature > 0, drawn, greedy_reference(logits))
+    if filters:
+        cut_logit, cut_id = filter_cut_reference(logits, temperature, top_k, top_p, min_p)
+        scores = scores.masked_fill(~may_draw(logits, cut_logit, cut_id), -torch.inf)
+    return torch.where(temperature > 0, scores.argmax(dim=-1), greedy_reference(logits))
 
 
 def sample_by_need(
@@ -95,6 +97,7 @@ def sample_by_need(
     seeds: Tensor,
     choices: Tensor,
     positions: Tensor,
+    filters: bool = True,
 ) -> Tensor:
     """The tokens of :func:`sample_reference`, doing for each row only what its settings ask for."""
     tokens = greedy_reference(logits)
@@ -108,7 +111,7 @@ def sample_by_need(
     scores += gumbel_noise(seeds[rows], choices[rows], positions[rows], logits.shape[-1])
     _, k, p, low = settings
     filtered = ((k > 0) | (p < 1.0) | (low > 0)).nonzero().squeeze(1)
-    if filtered.numel():
+    if filters and filtered.numel():
         some = picked[filtered]
         cut_logit, cut_id = filter_cut_reference(some, *(setting[filtered] for setting in settings))
         scores[filtered] = scores[filtered].masked_fill_(~may_draw(some, cut_logit, cut_id), -torch.inf)
@@ -130,7 +133,7 @@ _greedy = register(
 )
 _sample = register(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
-    "Tensor choices, Tensor positions) -> Tensor",
+    "Tensor choices, Tensor positions, bool filters=True) -> Tensor",
     cpu=sample_by_need,
     cuda="mainspring.kernels.triton.sampling:sample",
 )
@@ -163,6 +166,7 @@ def sample(
     seeds: Tensor,
     choices: Tensor,
     positions: Tensor,
+    filters: bool = True,
 ) -> Tensor:
     """Draw one token a row. The same (seed, choice, position) and logits give the same token in any row.
 
@@ -175,11 +179,13 @@ def sample(
         seeds: ``[batch]`` int64.
         choices: ``[batch]`` int32, which of a request's parallel answers.
         positions: ``[batch]`` int32 or int64, the absolute position that the token will have.
+        filters: False promises that no row uses ``top_k``, ``top_p`` or ``min_p``, which are then not looked
+            at, so that a recording without them is shorter; the tokens are the same.
 
     Returns:
         ``[batch]`` int64, new; always an id of the vocabulary, whatever a padded row holds.
     """
-    out: Tensor = _sample(logits, temperature, top_k, top_p, min_p, seeds, choices, positions)
+    out: Tensor = _sample(logits, temperature, top_k, top_p, min_p, seeds, choices, positions, filters)
     return out
 
 

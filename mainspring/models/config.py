@@ -28,9 +28,10 @@ _DTYPES: Mapping[str, torch.dtype] = {
 class RopeSettings:
     """How positions become rotation angles.
 
-    `kind` is the name that `transformers` uses (`default`, `linear`, `dynamic`, `yarn`, `longrope`, `llama3`), and
-    `parameters` its further settings (`factor`, `low_freq_factor`, ...). `divisors` is what some GGUF files carry
-    instead: one number for each of the `head_dim / 2` frequencies, by which it is divided; empty when absent.
+    `kind` is the name that `transformers` uses (`default`, `linear`, `dynamic`, `yarn`, `longrope`,
+    `llama3`), and `parameters` its further settings (`factor`, `low_freq_factor`, ...). `divisors` is what
+    some GGUF files carry instead: one number for each of the `head_dim / 2` frequencies, by which it is
+    divided; empty when absent.
     """
 
     theta: float = 10000.0
@@ -43,9 +44,9 @@ class RopeSettings:
 class ModelConfig:
     """The shape and the switches of one decoder-only model; sizes in elements, lengths in tokens.
 
-    `sliding_windows` has one entry a layer: 0 is full attention, otherwise a query sees the last that many keys,
-    itself among them. `checkpoint_dtype` is the dtype that the configuration states for the stored weights, None
-    where it states none. `eos_token_ids` holds every id that ends an answer.
+    `sliding_windows` has one entry a layer: 0 is full attention, otherwise a query sees the last that many
+    keys, itself among them. `checkpoint_dtype` is the dtype that the configuration states for the stored
+    weights, None where it states none. `eos_token_ids` holds every id that ends an answer.
     """
 
     architecture: str
@@ -120,7 +121,7 @@ def unsupported_architecture(name: str) -> ModelError:
 
 
 def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """`"bfloat16"`, `"torch.bfloat16"` or a dtype -> the dtype; None for None and for dtypes that no model runs in."""
+    """`"bfloat16"`, `"torch.bfloat16"` or a dtype -> the dtype; None for one that no model runs in."""
     if name is None or isinstance(name, torch.dtype):
         return name if name in _DTYPES.values() else None
     return _DTYPES.get(str(name).removeprefix("torch."))
@@ -141,8 +142,9 @@ def check_raw_config(raw: Mapping[str, Any], origin: str) -> str:
     """
     if raw.get("auto_map"):
         raise ModelError(
-            f"{origin} wants its own Python code run (auto_map: {', '.join(sorted(raw['auto_map']))}), and remote code "
-            "is never run; if the model is one of the supported architectures, remove auto_map from its config.json"
+            f"{origin} wants its own Python code run (auto_map: {', '.join(sorted(raw['auto_map']))}), and "
+            "remote code is never run; if the model is one of the supported architectures, remove auto_map "
+            "from its config.json"
         )
     named = raw.get("architectures") or []
     if not named:
@@ -164,8 +166,8 @@ def check_raw_config(raw: Mapping[str, Any], origin: str) -> str:
             quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else quantization
         )
         raise ModelError(
-            f"{origin} has weights quantized with {method} (quantization_config), which is not supported; use the "
-            "model's unquantized safetensors, or a GGUF file"
+            f"{origin} has weights quantized with {method} (quantization_config), which is not supported; "
+            "use the model's unquantized safetensors, or a GGUF file"
         )
     return architecture
 
@@ -173,8 +175,8 @@ def check_raw_config(raw: Mapping[str, Any], origin: str) -> str:
 def config_from_raw(raw: Mapping[str, Any], origin: str) -> ModelConfig:
     """The content of a `config.json` -> `ModelConfig`.
 
-    `origin` names the file in error messages. Raises `ModelError` (see `check_raw_config`), also for settings that
-    `transformers` itself refuses.
+    `origin` names the file in error messages. Raises `ModelError` (see `check_raw_config`), also for settings
+    that `transformers` itself refuses.
     """
     architecture = check_raw_config(raw, origin)
     from transformers import AutoConfig
@@ -225,7 +227,7 @@ def config_from_transformers(config: Any, architecture: str | None = None) -> Mo
 
 
 def _sliding_windows(config: Any, kind: str) -> tuple[int, ...]:
-    """One window a layer. Only what the configuration turns on: a `sliding_window` that is merely present is not."""
+    """One window a layer: what the configuration turns on, not a `sliding_window` that is merely present."""
     layers = int(config.num_hidden_layers)
     window = int(getattr(config, "sliding_window", None) or 0)
     if kind == "mistral":

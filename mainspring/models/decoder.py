@@ -1,4 +1,4 @@
-"""One decoder for Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3 and SmolLM2: they differ in switches, not in structure."""
+"""One decoder for Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3 and SmolLM2: switches differ, not structure."""
 
 from __future__ import annotations
 
@@ -166,10 +166,11 @@ class DecoderBody(nn.Module):
 
     def forward(self, inputs: ModelInputs, kv_cache: KvCache, cos_sin: Tensor) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""
-        x, residual = self.embed_tokens(inputs.token_ids), None
+        x: Tensor = self.embed_tokens(inputs.token_ids)
+        residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             x, residual = layer(x, residual, inputs, cache, cos_sin)
-        return self.norm.add(x, residual)[0]
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
 
 class Decoder(nn.Module):
@@ -228,12 +229,13 @@ class Decoder(nn.Module):
     def pack(self) -> None:
         """Store the projections in the CPU's fastest layout, one at a time, dropping each plain copy.
 
-        Does nothing on other devices. The token embeddings stay plain, so a tied head has its own packed copy.
+        Does nothing on other devices. The token embeddings stay plain, so a tied head has its own packed
+        copy.
         """
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [n, hidden] -> logits [n, vocab] in the model's dtype, written into `out` when one is given."""
+        """hidden [n, hidden] -> logits [n, vocab] in the model's dtype, into `out` when one is given."""
         return self.lm_head(hidden, out)

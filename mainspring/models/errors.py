@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ModelError(ValueError):
-    """A model cannot be found, understood or loaded. The message names the value, the limit and the way out."""
+    """A model cannot be found, understood or loaded; the message says what, and the way out."""

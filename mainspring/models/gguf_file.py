@@ -14,7 +14,8 @@ import numpy as np
 from mainspring.models.config import ModelConfig, RopeSettings, eos_ids
 from mainspring.models.errors import ModelError
 
-# `general.architecture` -> the architecture that a config.json would name (Mistral models are written as llama).
+# `general.architecture` -> the architecture that a config.json would name (Mistral models are written as
+# llama).
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _ROPE_FACTORS = "rope_freqs.weight"
 _MISSING = object()

@@ -16,8 +16,8 @@ _SPACE = "▁"
 def gguf_tokenizer(file: GgufFile) -> Any:
     """A `transformers` tokenizer with the file's vocabulary, pre-tokenizer, special tokens and chat template.
 
-    Covers byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`) vocabularies. Raises `ModelError` for another kind,
-    a pre-tokenizer that is not known, or a damaged vocabulary.
+    Covers byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`) vocabularies. Raises `ModelError` for
+    another kind, a pre-tokenizer that is not known, or a damaged vocabulary.
     """
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +84,8 @@ def _special_names(file: GgufFile, tokens: list[str]) -> dict[str, str]:
             continue
         if not 0 <= int(index) < len(tokens):
             raise ModelError(
-                f"{file.path} gives {theirs}_token_id {index} in a vocabulary of {len(tokens)}; the file is damaged"
+                f"{file.path} gives {theirs}_token_id {index} in a vocabulary of {len(tokens)}; the file is "
+                "damaged"
             )
         named[f"{ours}_token"] = tokens[int(index)]
     return named
@@ -140,7 +141,7 @@ def _sentence_piece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
 
 
 def merges_from_scores(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
-    """SentencePiece BPE knows only scores: any two pieces whose join is a piece may merge, the best score first."""
+    """SentencePiece BPE has only scores: two pieces whose join is a piece may merge, best score first."""
     ids = {token: index for index, token in enumerate(tokens)}
     found: list[tuple[float, int, int, str, str]] = []
     for index, token in enumerate(tokens):

@@ -11,8 +11,8 @@ from mainspring.kernels.linear import LinearWeight, linear, pack_linear
 class Linear(nn.Module):
     """`y = x @ weight.T + bias`.
 
-    `weight` is [out_features, in_features] in the model's dtype: a parameter, or after `pack` an opaque oneDNN tensor
-    under the same name.
+    `weight` is [out_features, in_features] in the model's dtype: a parameter, or after `pack` an opaque
+    oneDNN tensor under the same name.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Store the weight as oneDNN wants it, where it can; the plain copy is dropped unless something else holds it."""
+        """Store the weight in oneDNN's layout, where it can be; the layer lets go of the plain copy."""
         packed = pack_linear(self._product)
         if packed is self._product:
             return
@@ -66,9 +66,7 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def write(self, start: int, rows: Tensor) -> None:
-        """Replace weight rows [start : start + len(rows)] in place: plain memory keeps its address, a packed tensor
-        stays the same object with new content.
-        """
+        """Replace weight rows from `start` on; memory keeps its address, a packed tensor its identity."""
         if self.kind == "dense":
             self.weight.narrow(0, start, rows.shape[0]).copy_(rows)
             return

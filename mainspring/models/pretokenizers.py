@@ -1,8 +1,8 @@
 """How the byte-level BPE vocabularies that GGUF files name (`tokenizer.ggml.pre`) cut text before merging.
 
-GGUF stores the name of the rule, not the rule. The rules are those of the models' own `tokenizer.json` files, the names
-those of llama.cpp. A vocabulary used with another rule gives other ids without any error, so a name that is not in
-this table is refused, and a missing one is taken as `default`, with a warning.
+GGUF stores the name of the rule, not the rule. The rules are those of the models' own `tokenizer.json` files,
+the names those of llama.cpp. A vocabulary used with another rule gives other ids without any error, so a name
+that is not in this table is refused, and a missing one is taken as `default`, with a warning.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class PreTokenizer:
     """Patterns applied one after the other, each to the pieces that the one before left.
 
-    `ignore_merges`: a piece that is a token as a whole is that token. `add_bos`: the beginning-of-sequence id is
-    prepended unless the file says otherwise. `nfc`: text is brought to Unicode normal form C first.
+    `ignore_merges`: a piece that is a token as a whole is that token. `add_bos`: the beginning-of-sequence id
+    is prepended unless the file says otherwise. `nfc`: text is brought to Unicode normal form C first.
     """
 
     patterns: tuple[str, ...]
@@ -74,14 +74,14 @@ def pre_tokenizer(name: str | None, origin: str) -> PreTokenizer:
     """The rule that a GGUF file names; raises `ModelError` for one that is not known."""
     if not name:
         logger.warning(
-            "%s does not say how its tokenizer cuts text (tokenizer.ggml.pre); taking 'default', which may give wrong "
-            "ids. Convert the model again with a current llama.cpp.",
+            "%s does not say how its tokenizer cuts text (tokenizer.ggml.pre); taking 'default', which may "
+            "give wrong ids. Convert the model again with a current llama.cpp.",
             origin,
         )
         name = "default"
     if name not in PRE_TOKENIZERS:
         raise ModelError(
-            f"{origin} names the pre-tokenizer {name!r}, which is not known, and any other would give wrong token ids; "
-            f"known are {', '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder instead"
+            f"{origin} names the pre-tokenizer {name!r}, which is not known, and any other would give wrong "
+            f"token ids; known are {', '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder instead"
         )
     return PRE_TOKENIZERS[name]

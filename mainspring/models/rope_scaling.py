@@ -16,11 +16,12 @@ _UNSUPPORTED = ("proportional", "axial")
 def inverse_frequencies(config: ModelConfig, max_positions: int | None = None) -> tuple[Tensor, float]:
     """Inverse frequencies [head_dim / 2] in fp32 on the CPU, and the factor on cos and sin.
 
-    The table made from them is fixed, since cached keys keep the rotation they were written with. So the two kinds
-    that depend on the length of a sequence (`dynamic`, `longrope`) are set once, for `max_positions`, the longest
-    sequence in tokens that will be served: up to the length the model was trained on they equal the unscaled (short)
-    frequencies, above it those that `transformers` uses for a sequence of that length. `max_positions` defaults to
-    the length that the configuration states. Raises `ModelError` for a kind or a setting that is unknown.
+    The table made from them is fixed, since cached keys keep the rotation they were written with. So the two
+    kinds that depend on the length of a sequence (`dynamic`, `longrope`) are set once, for `max_positions`,
+    the longest sequence in tokens that will be served: up to the length the model was trained on they equal
+    the unscaled (short) frequencies, above it those that `transformers` uses for a sequence of that length.
+    `max_positions` defaults to the length that the configuration states. Raises `ModelError` for a kind or a
+    setting that is unknown.
     """
     rope = config.rope
     length = max_positions or config.max_position_embeddings
@@ -31,11 +32,6 @@ def inverse_frequencies(config: ModelConfig, max_positions: int | None = None) -
         inv_freq, scaling = 1.0 / (rope.theta**exponents), 1.0
     else:
         inv_freq, scaling = _from_transformers(config, length)
-    if inv_freq.shape != (config.head_dim // 2,):
-        raise ModelError(
-            f"RoPE {rope.kind} gives {tuple(inv_freq.shape)} frequencies, head_dim {config.head_dim} needs "
-            f"{config.head_dim // 2}; check the lists in rope_parameters"
-        )
     if rope.divisors:
         if len(rope.divisors) != config.head_dim // 2:
             raise ModelError(
@@ -55,8 +51,12 @@ def _from_transformers(config: ModelConfig, length: int) -> tuple[Tensor, float]
         known = sorted({"default", *ROPE_INIT_FUNCTIONS} - set(_UNSUPPORTED))
         raise ModelError(f"RoPE scaling {rope.kind!r} is not supported; supported are {', '.join(known)}")
     settings = dict(rope.parameters)
-    if rope.kind in ("yarn", "longrope"):
-        settings.setdefault("factor", None)
+    for name in ("short_factor", "long_factor"):
+        if name in settings and len(settings[name]) != config.head_dim // 2:
+            raise ModelError(
+                f"RoPE scaling {rope.kind!r} has {len(settings[name])} numbers in {name}; head_dim "
+                f"{config.head_dim} needs {config.head_dim // 2}"
+            )
     try:
         # A plain carrier of the numbers: the functions read nothing else, whatever the family.
         carrier = LlamaConfig(

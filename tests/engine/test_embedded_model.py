@@ -86,9 +86,7 @@ def test_a_small_pool_gives_the_same_answers_and_frees_all_blocks(smollm2: LLM) 
 def test_a_prompt_of_whole_blocks_is_answered_as_without_a_prefix_cache(smollm2: LLM) -> None:
     prompt = {"prompt_token_ids": (smollm2.core.tokenizer(ALPHABET)["input_ids"] * 8)[:32]}
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    with LLM(
-        "smollm2", device="cpu", dtype="float32", max_model_len=512, enable_prefix_caching=False
-    ) as plain:
+    with LLM("smollm2", device="cpu", dtype="float32", max_model_len=512, enable_prefix_caching=False) as plain:
         expected = plain.generate(prompt, params)[0].outputs[0].token_ids
     runs = [smollm2.generate(prompt, params)[0] for _ in range(3)] + smollm2.generate([prompt] * 2, params)
     assert all(run.outputs[0].token_ids == expected for run in runs)

@@ -79,8 +79,7 @@ def check_every_rung(llm: LLM, variant: str) -> None:
                 else:
                     runner.runners[variant](rows=rows)
                 results.append(snapshot(runner))
-                runner.ring.step.zero_()
-                runner.ring.entries.fill_(-1)
+                runner.ring.clear()
             assert runner.runners[variant].counters.replays[size] > 0
             assert_same_bits(*results)
             assert bool(torch.isfinite(results[0]["logits"][:size].float()).any(dim=1).all())

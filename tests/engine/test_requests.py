@@ -151,9 +151,7 @@ def test_unknown_options_suggest_the_nearest(make_tiny: MakeLLM, tiny_folder: Pa
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
     ],
 )
-def test_settings_that_cannot_be_met_are_refused(
-    make_tiny: MakeLLM, options: dict[str, object], message: str
-) -> None:
+def test_settings_that_cannot_be_met_are_refused(make_tiny: MakeLLM, options: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         make_tiny(**options)
 

@@ -78,9 +78,7 @@ def test_a_replayed_step_draws_anew_at_each_position(make_tiny: MakeLLM) -> None
 
 def test_requests_without_a_seed_differ_and_the_engine_seed_repeats_them(make_tiny: MakeLLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
-    runs = [
-        [ids(output) for output in make_tiny(seed=seed).generate([PROMPT] * 3, params)] for seed in (1, 1, 2)
-    ]
+    runs = [[ids(output) for output in make_tiny(seed=seed).generate([PROMPT] * 3, params)] for seed in (1, 1, 2)]
     assert len({tuple(tokens) for tokens in runs[0]}) == 3
     # The weights are dummies made from the same seed, so runs with another seed differ in more than the draw.
     assert runs[0] == runs[1] != runs[2]

@@ -11,11 +11,11 @@ from mainspring.models.linear import Linear
 
 @torch.no_grad()
 def fill_dummy(model: Decoder, seed: int = 0) -> None:
-    """Fill every parameter with values that depend on `seed` and the kind of device, made on the device itself.
+    """Fill every parameter with values that depend on `seed` and the kind of device, made on it.
 
     Projections have standard deviation 1 / sqrt(in_features), and those that write to the residual stream are
-    further divided by sqrt(2 * layers), so that activations stay near 1 at any depth and fit 16-bit types; norms are
-    1, biases small.
+    further divided by sqrt(2 * layers), so that activations stay near 1 at any depth and fit 16-bit types;
+    norms are 1, biases small.
     """
     generator = torch.Generator(device=model.device).manual_seed(seed)
     residual = (2 * model.config.num_layers) ** -0.5

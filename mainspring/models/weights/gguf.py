@@ -53,8 +53,8 @@ def hugging_face_name(name: str) -> str | None:
 def read_gguf(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, fp32 CPU tensor) of every weight, dequantized one at a time.
 
-    Files of the llama architecture store query and key rows with the two halves of each head interleaved; they are
-    put back. Raises `ModelError` for a quantization type that the `gguf` package cannot dequantize.
+    Files of the llama architecture store query and key rows with the two halves of each head interleaved;
+    they are put back. Raises `ModelError` for a quantization type that the `gguf` package cannot dequantize.
     """
     interleaved = file.architecture == "llama"
     for tensor in file.tensors.values():
@@ -83,8 +83,8 @@ def dequantize(file: GgufFile, tensor: object) -> NDArray[np.float32]:
             values = gguf.quants.dequantize(data, kind)
     except NotImplementedError as error:
         raise ModelError(
-            f"tensor {name} in {file.path} is quantized as {kind.name}, which the gguf package cannot dequantize; "
-            "use another quantization of this model"
+            f"tensor {name} in {file.path} is quantized as {kind.name}, which the gguf package cannot "
+            "dequantize; use another quantization of this model"
         ) from error
     shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))  # type: ignore[attr-defined]
     return np.asarray(values, dtype=np.float32).reshape(shape)

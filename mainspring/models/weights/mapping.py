@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from mainspring.models.config import ModelConfig
 from mainspring.models.decoder import Decoder
@@ -15,7 +16,7 @@ from mainspring.models.linear import Linear
 
 @dataclass(frozen=True)
 class Destination:
-    """Rows `start : start + shape[0]` of the parameter named `parameter`; `shape` is the checkpoint tensor's."""
+    """Rows `start : start + shape[0]` of the parameter `parameter`; `shape` is the checkpoint tensor's."""
 
     parameter: str
     start: int
@@ -61,9 +62,9 @@ def destinations(config: ModelConfig) -> dict[str, Destination]:
 def canonical_name(name: str, places: Mapping[str, Destination]) -> str | None:
     """The name under which `places` knows a checkpoint's tensor; None for a tensor that is safely left out.
 
-    Checkpoints of the bare body lack the `model.` prefix. Left out are rotary frequencies, which are computed, and
-    the copy of tied embeddings that some files carry. Raises `ModelError` for a tensor that has no place: to drop it
-    in silence could mean wrong answers.
+    Checkpoints of the bare body lack the `model.` prefix. Left out are rotary frequencies, which are
+    computed, and the copy of tied embeddings that some files carry. Raises `ModelError` for a tensor that has
+    no place: to drop it in silence could mean wrong answers.
     """
     if name in places:
         return name
@@ -82,8 +83,9 @@ def canonical_name(name: str, places: Mapping[str, Destination]) -> str | None:
 def fill(model: Decoder, tensors: Iterable[tuple[str, Tensor]], *, origin: str, partial: bool = False) -> int:
     """Copy checkpoint tensors straight into the model's memory, converting dtype and device on the way.
 
-    Addresses do not change. Returns the number of tensors that were written. Unless `partial`, every tensor of the
-    model must come. Raises `ModelError`, naming the tensor: missing, without a place, or of another shape.
+    Addresses do not change. Returns the number of tensors that were written. Unless `partial`, every tensor
+    of the model must come. Raises `ModelError`, naming the tensor: missing, without a place, or of another
+    shape.
     """
     places = destinations(model.config)
     missing = dict.fromkeys(places)
@@ -95,12 +97,13 @@ def fill(model: Decoder, tensors: Iterable[tuple[str, Tensor]], *, origin: str, 
         place = places[name]
         if tuple(tensor.shape) != place.shape:
             raise ModelError(
-                f"tensor {given} in {origin} has shape {list(tensor.shape)}, the model needs {list(place.shape)}; "
-                "check that the configuration belongs to these weights"
+                f"tensor {given} in {origin} has shape {list(tensor.shape)}, the model needs "
+                f"{list(place.shape)}; check that the configuration belongs to these weights"
             )
         if not tensor.is_floating_point():
             raise ModelError(
-                f"tensor {given} in {origin} has dtype {tensor.dtype}; only floating-point weights can be loaded"
+                f"tensor {given} in {origin} has dtype {tensor.dtype}; only floating-point weights can be "
+                "loaded"
             )
         write_rows(model, place, tensor)
         missing.pop(name, None)
@@ -115,11 +118,18 @@ def fill(model: Decoder, tensors: Iterable[tuple[str, Tensor]], *, origin: str, 
     return written
 
 
-def write_rows(model: nn.Module, place: Destination, tensor: Tensor) -> None:
+def write_rows(model: Decoder, place: Destination, tensor: Tensor) -> None:
     """Write `tensor` into its rows of a parameter, in place, whether that is plain or packed."""
     path, _, leaf = place.parameter.rpartition(".")
     owner = model.get_submodule(path)
     if isinstance(owner, Linear) and leaf == "weight":
         owner.write(place.start, tensor)
-    else:
+        return
+    with torch.no_grad():
         getattr(owner, leaf).narrow(0, place.start, tensor.shape[0]).copy_(tensor)
+    if (
+        owner is model.model.embed_tokens
+        and model.config.tie_word_embeddings
+        and model.lm_head.kind != "dense"
+    ):
+        model.lm_head.write(place.start, tensor)

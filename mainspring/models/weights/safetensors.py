@@ -20,9 +20,9 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def weight_files(folder: Path) -> dict[Path, list[str] | None]:
     """The files to read, each with the tensors to take from it (None: all of them).
 
-    As `transformers` chooses: `model.safetensors`, else what the index lists, else the only safetensors file there
-    is. Other files in the folder are strays and are left alone. Raises `ModelError` when there is nothing to load, a
-    shard is missing, or the only weights are pickled.
+    As `transformers` chooses: `model.safetensors`, else what the index lists, else the only safetensors file
+    there is. Other files in the folder are strays and are left alone. Raises `ModelError` when there is
+    nothing to load, a shard is missing, or the only weights are pickled.
     """
     if (folder / SINGLE_FILE).is_file():
         return {folder / SINGLE_FILE: None}
@@ -33,14 +33,15 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
         return {files[0]: None}
     if files:
         raise ModelError(
-            f"{folder} holds {len(files)} safetensors files but neither {SINGLE_FILE} nor {INDEX_FILE}, so it is not "
-            "known which belong to the model; add the index"
+            f"{folder} holds {len(files)} safetensors files but neither {SINGLE_FILE} nor {INDEX_FILE}, so "
+            "it is not known which belong to the model; add the index"
         )
     pickled = [file.name for pattern in _PICKLED for file in sorted(folder.glob(pattern))]
     if pickled:
         raise ModelError(
-            f"{folder} holds pickled weights only ({', '.join(pickled[:3])}), and unpickling can run any code, so they "
-            "are refused; load the model in transformers and save it with save_pretrained to get safetensors"
+            f"{folder} holds pickled weights only ({', '.join(pickled[:3])}), and unpickling can run any "
+            "code, so they are refused; load the model in transformers and save it with save_pretrained to "
+            "get safetensors"
         )
     raise ModelError(
         f"{folder} holds no weights: no {SINGLE_FILE}, no {INDEX_FILE}; the download may be incomplete"

@@ -1,0 +1,359 @@
+"""Every Triton kernel against the fp64 formulas and the references.
+
+On a GPU this runs as it is. Without one, ``test_triton_interpreted_kernels.py`` runs it in a process of its
+own under Triton's interpreter (``TRITON_INTERPRET=1``), whose bf16 matrix product is wrong and whose bf16
+rounding is by truncation: bf16 needs the GPU. Attention in fp16 is interpreted for one shape only, for time.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from naive_formulas import assert_close, naive_decode, naive_prefill, naive_rms_norm, naive_rope, paged_case
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("no CUDA device; the interpreter runs these in its own process", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from mainspring.kernels import noise, rope_table  # noqa: E402
+from mainspring.kernels import sampling as reference  # noqa: E402
+from mainspring.kernels.triton import activation, kv_cache, norm, rope, sampling  # noqa: E402
+from mainspring.kernels.triton import noise as triton_noise  # noqa: E402
+from mainspring.kernels.triton.decode_attention import decode_attention, plan_splits  # noqa: E402
+from mainspring.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+LONGEST = 150 if INTERPRETED else 3000
+EDGES = [0, 1, 15, 16, 17, LONGEST]
+
+
+@triton.jit
+def _noise_kernel(seeds_ptr, choices_ptr, positions_ptr, bits_ptr, noise_ptr, WIDTH: tl.constexpr):
+    row = tl.program_id(0)
+    ids = tl.arange(0, WIDTH)
+    bits = triton_noise.random_bits(
+        tl.load(seeds_ptr + row), tl.load(choices_ptr + row), tl.load(positions_ptr + row), ids
+    )
+    tl.store(bits_ptr + row * WIDTH + ids, bits.to(tl.int32, bitcast=True))
+    tl.store(noise_ptr + row * WIDTH + ids, triton_noise.gumbel_from_bits(bits))
+
+
+def test_the_hash_is_the_references_bit_for_bit() -> None:
+    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345678901234567], device=DEVICE)
+    choices = torch.tensor([0, 1, 2, 3, -4, 2**31 - 1], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([0, 5, 2**31 - 1, 7, -1, 9], dtype=torch.int32, device=DEVICE)
+    bits = torch.zeros(6, 1024, dtype=torch.int32, device=DEVICE)
+    gumbel = torch.zeros(6, 1024, device=DEVICE)
+    _noise_kernel[(6,)](seeds, choices, positions, bits, gumbel, WIDTH=1024)
+    key_1, key_2 = noise.row_keys(seeds, choices, positions)
+    ids = torch.arange(1024, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(bits, noise.random_bits(key_1.unsqueeze(1), key_2.unsqueeze(1), ids))
+    expected = noise.gumbel_noise(seeds, choices, positions, 1024)
+    torch.testing.assert_close(gumbel, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gumbel_is_finite_at_both_ends() -> None:
+    ends = torch.tensor([0, -1, 1, -2], dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(4, device=DEVICE)
+    _gumbel_kernel[(1,)](ends, out, WIDTH=4)
+    torch.testing.assert_close(out, noise.gumbel_from_bits(ends), rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _gumbel_kernel(bits_ptr, out_ptr, WIDTH: tl.constexpr):
+    ids = tl.arange(0, WIDTH)
+    bits = tl.load(bits_ptr + ids).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + ids, triton_noise.gumbel_from_bits(bits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [7, 64, 576, 1000])
+def test_norms(dtype: torch.dtype, size: int) -> None:
+    x = torch.randn(5, size, device=DEVICE).to(dtype)
+    residual = torch.randn(5, size, device=DEVICE).to(dtype)
+    weight = torch.randn(size, device=DEVICE).to(dtype)
+    assert_close(norm.rms_norm(x, weight, 1e-5), naive_rms_norm(x, weight, 1e-5))
+    normed, total = norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert_close(normed, naive_rms_norm(total, weight, 1e-5))
+
+
+def test_norm_of_heads_in_a_qkv_product() -> None:
+    qkv = torch.randn(3, 6 * 16, device=DEVICE)
+    heads = qkv[:, 16:64].view(3, 3, 16)
+    weight = torch.randn(16, device=DEVICE)
+    assert_close(norm.rms_norm(heads, weight, 1e-5), naive_rms_norm(heads, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation(dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(3, 2 * 1100, device=DEVICE) * 4).to(dtype)
+    gate_up[0, 0] = -60000.0
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(activation.silu_and_mul(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_kv_writes_owned_slots_and_no_other_byte(dtype: torch.dtype) -> None:
+    qkv = torch.randn(6, 7 * 80, device=DEVICE).to(dtype)
+    k, v = qkv[:, 160:320].view(6, 2, 80), qkv[:, 320:480].view(6, 2, 80)
+    k_cache = torch.full((3, 4, 2, 80), torch.nan, dtype=dtype, device=DEVICE)
+    v_cache = k_cache.clone()
+    slots = torch.tensor([11, -1, 0, 5, -1, -9], device=DEVICE)
+    kv_cache.write_kv(k, v, k_cache, v_cache, slots)
+    for cache, source in ((k_cache, k), (v_cache, v)):
+        flat = cache.view(12, 2, 80)
+        assert torch.equal(flat[[11, 0, 5]], source[[0, 2, 3]])
+        assert bool(flat[[1, 2, 3, 4, 6, 7, 8, 9, 10]].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_and_cache(dtype: torch.dtype, head_dim: int, normed: bool) -> None:
+    heads, kv_heads = 3, 2
+    inv_freq = torch.rand(head_dim // 2, device=DEVICE)
+    table = rope_table(inv_freq, 60)
+    positions = torch.tensor([0, 59, 7], device=DEVICE)
+    slots = torch.tensor([7, -1, 0], device=DEVICE)
+    qkv = torch.randn(3, (heads + 2 * kv_heads) * head_dim, device=DEVICE).to(dtype)
+    k_cache = torch.full((2, 4, kv_heads, head_dim), torch.nan, dtype=dtype, device=DEVICE)
+    v_cache = k_cache.clone()
+    weights = [torch.randn(head_dim, device=DEVICE).to(dtype) for _ in range(2)] if normed else [None] * 2
+    q = rope.rope_and_cache(qkv, table, positions, slots, k_cache, v_cache, *weights, 1e-6)
+    split = qkv.view(3, -1, head_dim)
+    expected_q, expected_k = split[:, :heads].double(), split[:, heads : heads + kv_heads].double()
+    if normed:
+        expected_q = naive_rms_norm(expected_q, weights[0], 1e-6)
+        expected_k = naive_rms_norm(expected_k, weights[1], 1e-6)
+    assert_close(q, naive_rope(expected_q, inv_freq, positions))
+    flat_k, flat_v = k_cache.view(8, kv_heads, head_dim), v_cache.view(8, kv_heads, head_dim)
+    assert_close(flat_k[[7, 0]], naive_rope(expected_k, inv_freq, positions)[[0, 2]])
+    assert torch.equal(flat_v[[7, 0]], split[[0, 2], heads + kv_heads :])
+    assert bool(flat_k[1:7].isnan().all()) and bool(flat_v[1:7].isnan().all())
+    if not normed:
+        rotated_q, rotated_k = rope.apply_rope(
+            split[:, :heads], split[:, heads : heads + kv_heads], table, positions.int()
+        )
+        assert torch.equal(rotated_q, q)
+        assert torch.equal(rotated_k[[0, 2]], flat_k[[7, 0]])
+
+
+def shape_and_dtype(shapes: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Every shape with every dtype; interpreted, fp16 only with the first shape."""
+    return [
+        (shape, dtype)
+        for index, shape in enumerate(shapes)
+        for dtype in DTYPES
+        if not INTERPRETED or index == 0 or dtype == torch.float32
+    ]
+
+
+DECODE_SHAPES = [
+    # kv heads, query heads of each, head_dim, block size
+    (2, 3, 64, 16),
+    (1, 8, 80, 16),
+    (2, 1, 96, 8),
+    (1, 2, 128, 16),
+    (1, 4, 256, 16),
+    (1, 20, 64, 16),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), shape_and_dtype(DECODE_SHAPES))
+@pytest.mark.parametrize(("window", "splits"), [(0, 0), (0, 1), (0, 3), (20, 2), (1, 1)])
+def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...], window: int, splits: int) -> None:
+    kv_heads, group, head_dim, block_size = shape
+    case = paged_case(EDGES, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    on = case.to(DEVICE)
+    q = torch.randn(len(EDGES), kv_heads * group, head_dim).to(dtype).to(DEVICE)
+    scale = head_dim**-0.5
+    out = decode_attention(
+        q, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, scale, window, num_splits=splits
+    )
+    assert_close(out, naive_decode(q, case, scale, window))
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+
+
+def test_decode_attention_takes_strided_queries() -> None:
+    case = paged_case([20, 9], block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32)
+    on = case.to(DEVICE)
+    q = torch.randn(2, 8 * 16, device=DEVICE)[:, : 4 * 16].view(2, 4, 16)
+    out = decode_attention(q, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, 0.25)
+    assert_close(out, naive_decode(q, case, 0.25, 0))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_scratch_space_of_splits_that_are_not_used_may_hold_anything(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.Tensor.new_empty
+
+    def poisoned(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        new = empty(x, *args, **kwargs)
+        return new.fill_(torch.nan) if new.is_floating_point() else new
+
+    case = paged_case([0, 1, 70, 300], block_size=16, kv_heads=1, head_dim=16, dtype=torch.float32)
+    on = case.to(DEVICE)
+    q = torch.randn(4, 2, 16, device=DEVICE)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    out = decode_attention(q, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, 0.25, num_splits=splits)
+    assert_close(out, naive_decode(q, case, 0.25, 0))
+
+
+def test_the_plan_of_splits_fills_a_device_and_never_exceeds_the_keys() -> None:
+    for batch in (1, 2, 7, 64, 256, 512):
+        for kv_heads in (1, 3, 8):
+            for max_keys in (16, 64, 256, 8192, 131072):
+                splits, smallest = plan_splits(batch, kv_heads, max_keys, 64)
+                assert 1 <= splits <= 128 and (splits - 1) * smallest < max_keys
+    assert plan_splits(1, 8, 8192, 64) == (33, 64)
+    assert plan_splits(256, 8, 400, 64)[0] == 1
+
+
+PREFILL = [
+    ([16], [16]),
+    ([1, 65, 5], [1, 65, 5]),
+    ([140, 16, 33], [70, 1, 16]),
+    ([20, 90, 3], [0, 90, 0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), shape_and_dtype([(2, 2, 64, 16), (1, 3, 80, 8), (1, 1, 256, 16)])
+)
+@pytest.mark.parametrize(("lengths", "counts"), PREFILL)
+@pytest.mark.parametrize("window", [0, 1, 30])
+def test_prefill_attention(
+    dtype: torch.dtype, shape: tuple[int, ...], lengths: list[int], counts: list[int], window: int
+) -> None:
+    kv_heads, group, head_dim, block_size = shape
+    case = paged_case(lengths, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    on = case.to(DEVICE)
+    q = torch.randn(sum(counts), kv_heads * group, head_dim).to(dtype).to(DEVICE)
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+    scale = head_dim**-0.5
+    out = prefill_attention(q, on.k_cache, on.v_cache, on.block_tables, starts, on.seq_lens, scale, window)
+    assert_close(out, naive_prefill(q, case, counts, scale, window))
+
+
+def test_prefill_attention_of_a_long_prompt() -> None:
+    for dtype in DTYPES:
+        case = paged_case([600], block_size=16, kv_heads=1, head_dim=32, dtype=dtype)
+        on = case.to(DEVICE)
+        q = torch.randn(550, 1, 32).to(dtype).to(DEVICE)
+        starts = torch.tensor([0, 550], dtype=torch.int32, device=DEVICE)
+        out = prefill_attention(q, on.k_cache, on.v_cache, on.block_tables, starts, on.seq_lens, 0.2)
+        assert_close(out, naive_prefill(q, case, [550], 0.2, 0))
+
+
+def settings(batch: int, **changed: Any) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    values = {
+        "temperature": torch.rand(batch, generator=generator) + 0.2,
+        "top_k": torch.zeros(batch, dtype=torch.int32),
+        "top_p": torch.ones(batch),
+        "min_p": torch.zeros(batch),
+        "seeds": torch.randint(-(2**62), 2**62, (batch,), generator=generator),
+        "choices": torch.randint(0, 3, (batch,), generator=generator).int(),
+        "positions": torch.randint(0, 3000, (batch,), generator=generator).int(),
+    }
+    return [value.to(DEVICE) for value in (values | changed).values()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 50, 2048, 5001])
+def test_greedy_and_its_ties(dtype: torch.dtype, vocab: int) -> None:
+    logits = torch.randint(-3, 4, (4, vocab), device=DEVICE).to(dtype)
+    logits[3] = -torch.inf
+    assert sampling.greedy(logits).tolist() == reference.greedy_reference(logits.cpu()).tolist()
+    one = torch.zeros(1, vocab, dtype=dtype, device=DEVICE)
+    one[0, -1] = 1.0
+    assert sampling.greedy(one).tolist() == [vocab - 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_draws_are_the_references(dtype: torch.dtype) -> None:
+    batch = 16
+    logits = (torch.randn(batch, 5001) * 3).to(dtype).to(DEVICE)
+    temperature = torch.rand(batch) + 0.2
+    temperature[0], temperature[1], temperature[2] = 0.0, 1e-6, 1e-3
+    given = settings(batch, temperature=temperature)
+    assert torch.equal(sampling.sample(logits, *given, False), reference.sample_reference(logits, *given))
+
+
+def test_filtered_draws_are_the_references() -> None:
+    batch = 16
+    logits = torch.randn(batch, 5001).mul(3).to(DEVICE)
+    given = settings(
+        batch,
+        top_k=torch.randint(-1, 60, (batch,)).int(),
+        top_p=torch.rand(batch),
+        min_p=torch.rand(batch) * 0.05,
+    )
+    assert torch.equal(sampling.sample(logits, *given), reference.sample_reference(logits, *given))
+
+
+def test_a_draw_does_not_depend_on_its_row() -> None:
+    logits = torch.randn(5, 3000, device=DEVICE)
+    given = settings(5)
+    together = sampling.sample(logits, *given, False)
+    for row in range(5):
+        one = slice(row, row + 1)
+        assert sampling.sample(logits[one], *[value[one] for value in given], False) == together[row]
+
+
+def test_masked_logits_are_not_drawn() -> None:
+    logits = torch.full((8, 4100), -torch.inf, device=DEVICE)
+    assert bool((sampling.sample(logits, *settings(8), False) < 4100).all())
+    logits[:, 4099] = -3.0
+    assert sampling.sample(logits, *settings(8), False).tolist() == [4099] * 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stop_ids(dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 300, device=DEVICE).to(dtype)
+    expected = logits.cpu()
+    stop_ids = torch.tensor([[0, 299, -1], [1, 2, 3], [-1, 300, -8], [5, 5, 6]], dtype=torch.int32)
+    active = torch.tensor([True, False, True, True])
+    reference.mask_stop_ids_reference(expected, stop_ids, active)
+    sampling.mask_stop_ids(logits, stop_ids.to(DEVICE), active.to(DEVICE))
+    assert torch.equal(logits.cpu(), expected)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_a_recording_replays_with_new_lengths_and_new_sampling_settings() -> None:
+    from mainspring import kernels
+
+    case = paged_case([0, 40, 17, 300], block_size=16, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    on = case.to(DEVICE)
+    q = torch.randn(4, 8, 64, device=DEVICE).bfloat16()
+    logits = torch.randn(4, 5000, device=DEVICE)
+    given = settings(4)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        attended = kernels.decode_attention(q, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, 0.125)
+        return attended, kernels.sample(logits, *given)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attended, tokens = step()
+    for lengths in ([0, 40, 17, 300], [0, 0, 5, 129], [0, 33, 0, 1]):
+        on.seq_lens.copy_(torch.tensor(lengths))
+        given[1].random_(-1, 50)
+        given[6] += 1
+        graph.replay()
+        expected_attended, expected_tokens = step()
+        assert torch.equal(attended, expected_attended) and torch.equal(tokens, expected_tokens)
+        assert bool(attended.isfinite().all())
