@@ -6,8 +6,9 @@ from scheduler_harness import Engine
 from scheduler_helpers import add, chunks, make, prompt, read_back, rows
 
 from mainspring.engine.block_pool import BlockPool
+from mainspring.engine.errors import RequestError
 from mainspring.engine.plan import DecodePlan, PrefillPlan
-from mainspring.engine.request import InvalidRequestError, RequestStatus
+from mainspring.engine.request import RequestStatus
 from mainspring.engine.scheduler import Scheduler
 
 # -- what is taken and what is refused ---------------------------------------------------------------------
@@ -15,7 +16,7 @@ from mainspring.engine.scheduler import Scheduler
 
 def test_a_prompt_larger_than_the_pool_is_refused_at_once_and_the_next_one_completes() -> None:
     engine = Engine(num_blocks=9, block_size=16)  # 128 tokens
-    with pytest.raises(InvalidRequestError, match=r"128 tokens \(8 blocks of 16\) < prompt of 200"):
+    with pytest.raises(RequestError, match=r"128 tokens \(8 blocks of 16\) < prompt of 200"):
         engine.add(prompt(200))
     answer = engine.add(prompt(10), Params(max_tokens=8))
     engine.run()
@@ -26,7 +27,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_and_the_next_one_compl
 def test_a_prompt_must_leave_room_for_one_token_in_the_pool(length: int, taken: bool) -> None:
     engine = Engine(num_blocks=9, block_size=4)
     if not taken:
-        with pytest.raises(InvalidRequestError, match="KV pool of 32 tokens"):
+        with pytest.raises(RequestError, match="KV pool of 32 tokens"):
             engine.add(prompt(length))
         return
     request = engine.add(prompt(length))
@@ -44,7 +45,7 @@ def test_a_prompt_must_leave_room_for_one_token_in_the_pool(length: int, taken: 
 )
 def test_a_request_that_cannot_be_served_is_refused(length: int, max_tokens: int, message: str) -> None:
     scheduler = make(max_model_len=20)
-    with pytest.raises(InvalidRequestError, match=message):
+    with pytest.raises(RequestError, match=message):
         add(scheduler, length, max_tokens)
     assert not scheduler.has_unfinished
 
