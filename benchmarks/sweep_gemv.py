@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from gemv_chain import EPS, PRODUCTS, SHAPES, Chain, StepWeights, read_bandwidth, record, time_graph  # noqa: E402
+from gemv_chain import (  # noqa: E402
+    EPS,
+    PRODUCTS,
+    SHAPES,
+    Chain,
+    StepWeights,
+    read_bandwidth,
+    record,
+    time_graph,
+)
+from gemv_compile import Compilers, Job  # noqa: E402
 
 from mainspring.kernels.triton.gemv_common import Epilogue, Prologue, WeightOperand  # noqa: E402
 from mainspring.kernels.triton.gemv_ops import head_argmax, reference_matmul, skinny_matmul  # noqa: E402
@@ -86,12 +95,52 @@ def dot_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
         yield tile
 
 
+def mma_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
+    """Gluon tiles worth trying: 16 to 96 registers of weights a thread, and a round number of programs."""
+    if rows > 16:
+        return
+    choices = []
+    for block_k in (256, 512, 1024, 2048, 4096):
+        chunks = -(-k // block_k)
+        if block_k > triton.next_power_of_2(k) or chunks > 32:
+            continue
+        for block_n in (8, 16, 32):
+            for warps in (2, 4, 8, 16):
+                for split in (warps, warps // 2, warps // 4):
+                    for prefetch in sorted({1, 2, 4, chunks}):
+                        if split < 1 or prefetch > chunks or block_n < 8 * (warps // split) or block_k < 32 * warps:
+                            continue
+                        registers = block_n * block_k * prefetch // (64 * warps)
+                        if not 8 <= registers <= 96:
+                            continue
+                        programs = n / block_n / 132
+                        waves = -(-programs // 1)
+                        waste = abs(registers - 40) / 40 + (1 - programs / waves) + 0.3 * (split != warps)
+                        waste += 0.5 * (prefetch < chunks and chunks * registers // prefetch <= 96)
+                        waste += 0.4 * (block_k > 128 * warps)
+                        choices.append((waste, Tile("mma", block_n, block_k, warps, prefetch, split_k=split)))
+    choices.sort(key=lambda pair: pair[0])
+    for _, tile in choices[:most]:
+        yield replace(tile, inner=False)
+    if rows == 1:
+        for _, tile in choices[: most // 2]:
+            yield tile
+    if n > 16384:
+        for per_sm in (2, 4):
+            for _, tile in choices[: most // 4]:
+                yield replace(tile, per_sm=per_sm, inner=rows == 1)
+
+
 class Sweep:
     """One model and number of rows on one GPU."""
 
-    def __init__(self, weights: StepWeights, rows: int, bandwidth: float, deadline: float, most: int) -> None:
+    def __init__(
+        self, weights: StepWeights, rows: int, bandwidth: float, deadline: float, most: int,
+        compilers: Compilers | None, kernels: list[str],
+    ) -> None:  # fmt: skip
         """``deadline`` is a ``time.monotonic()`` value after which nothing new is started."""
         self.weights, self.rows, self.bandwidth, self.deadline, self.most = weights, rows, bandwidth, deadline, most
+        self.compilers, self.kernels = compilers, kernels
         self.shape = weights.shape
         self.device = weights.norms.device
         self.failures: list[str] = []
@@ -104,24 +153,20 @@ class Sweep:
     def candidates(self, product: str) -> list[Tile]:
         """Tiles to try for a product."""
         n, k = self.shape.shape(product)
-        return [*vector_candidates(n, k, self.rows, self.most), *dot_candidates(n, k, self.rows, self.most)]
+        makers = {"vector": vector_candidates, "dot": dot_candidates, "mma": mma_candidates}
+        return [tile for name in self.kernels for tile in makers[name](n, k, self.rows, self.most)]
 
     def operands(self, product: str) -> list[WeightOperand]:
         """The product's distinct weights."""
         return [self.weights.head] if product == "head" else [layer[product] for layer in self.weights.layers]
 
-    def compile_all(self, jobs: list[Callable[[], object]]) -> None:
-        """Compile in threads where this Triton can; what fails shows again, and is reported, when it is run."""
-        try:
-            from triton.runtime._async_compile import AsyncCompileMode
-        except ImportError:
-            return
-        with ThreadPoolExecutor(16) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            for job in jobs:
-                try:
-                    job()
-                except Exception:
-                    continue
+    def compile(self, jobs: list[Job]) -> set[Job]:
+        """Compile ahead, in parallel; returns the jobs that failed."""
+        if self.compilers is None:
+            return set()
+        failed = self.compilers.run(jobs, self.deadline - time.monotonic())
+        self.failures += [f"{job.n}x{job.k} {job.tile.short()}: {problem}" for job, problem in failed.items()]
+        return set(failed)
 
     def tune(self, product: str, keep: int) -> list[Tile]:
         """Check and time every candidate over the layers' weights; the fastest first."""
@@ -131,9 +176,8 @@ class Sweep:
         out = torch.empty((self.rows, n), device=self.device, dtype=torch.bfloat16)
         expected = reference_matmul(x, operands[0])
         tiles = self.candidates(product)
-        self.compile_all([
-            lambda tile=tile: skinny_matmul(x, operands[0], tile, out=out, compile_only=True) for tile in tiles
-        ])  # fmt: skip
+        failed = {job.tile for job in self.compile([Job(self.rows, n, k, tile) for tile in tiles])}
+        tiles = [tile for tile in tiles if tile not in failed]
         copies = 3 if product == "head" else 1
         results: list[tuple[float, Tile]] = []
         for tile in [LIBRARY, *tiles]:
@@ -197,6 +241,23 @@ class Sweep:
                     record_time, chosen = trial, {**chosen, product: tile}
         print(f"  layers alone {record_time:.4f} ms: " + "; ".join(f"{p} {t.short()}" for p, t in chosen.items()))
         return chosen
+
+    def fused_jobs(self, tiles: dict[str, Tile]) -> list[Job]:
+        """What the variants need beside the plain products."""
+        jobs = []
+        for product, tile in tiles.items():
+            n, k = self.shape.shape(product)
+            for pdl in (True, False):
+                plain = Job(self.rows, n, k, tile, pdl=pdl)
+                normed = replace(plain, prologue=Prologue.NORM)
+                jobs += [plain] if product in ("o", "down") else [plain, normed]
+                if product in ("o", "down"):
+                    jobs.append(replace(plain, residual=True))
+                if product == "gate_up":
+                    jobs += [replace(job, epilogue=Epilogue.SWIGLU) for job in (plain, normed)]
+                if product == "head":
+                    jobs += [replace(job, epilogue=Epilogue.ARGMAX) for job in (plain, normed)]
+        return jobs
 
     def check_fused(self, tiles: dict[str, Tile]) -> dict[str, float]:
         """Relative error of every fused product against fp64, and whether the arg-max agrees."""
@@ -280,6 +341,7 @@ class Sweep:
             print(f"  no tile works for {missing}; last failures: {self.failures[-3:]}")
             return {"measured": self.measured, "failures": self.failures}
         chosen = {**self.descend({p: best[p] for p in PRODUCTS}), "head": best["head"][0]}
+        self.compile(self.fused_jobs(chosen))
         errors = self.check_fused(chosen)
         print("  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
         times = self.variants(chosen)
@@ -305,9 +367,11 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all")
     parser.add_argument("--candidates", type=int, default=24, help="tiles of each kernel to try for a product")
+    parser.add_argument("--kernels", nargs="+", default=["mma", "vector", "dot"], choices=["mma", "vector", "dot"])
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for sweep_gemv.json")
     options = parser.parse_args()
     begin = time.monotonic()
+    compilers = Compilers() if torch.cuda.is_available() else None
     device = torch.device("cuda")
     pool = torch.empty(max(SHAPES[name].step_bytes for name in options.models) // 2, dtype=torch.bfloat16, device=device)
     pool.normal_()
@@ -330,12 +394,14 @@ def main() -> None:
         share = time.monotonic() + left / min(3, len(pairs) - position)
         try:
             weights = StepWeights.draw(SHAPES[name], pool)
-            result["sweeps"].append(Sweep(weights, rows, bandwidth, share, options.candidates).report())
+            result["sweeps"].append(Sweep(weights, rows, bandwidth, share, options.candidates, compilers, options.kernels).report())
         except Exception:
             print(f"{name}, {rows} rows failed:\n{traceback.format_exc()[-1500:]}")
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "sweep_gemv.json").write_text(json.dumps(result, indent=1))
         print(f"  [{time.monotonic() - begin:.0f} s]", flush=True)
+    if compilers is not None:
+        compilers.close()
 
 
 if __name__ == "__main__":

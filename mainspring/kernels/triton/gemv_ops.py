@@ -28,6 +28,10 @@ from mainspring.kernels.triton.skinny import launch_skinny
 Launch = Callable[[LaunchPlan, tuple[Any, ...]], None]
 
 
+ROW_LIMITS = {"vector": 8, "dot": 64, "mma": 16, "ring": 16}
+"""The most rows that each kernel takes."""
+
+
 @cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -77,6 +81,20 @@ def reference_matmul(
     return out
 
 
+def check_mma(x: torch.Tensor, tile: Tile) -> None:
+    """Refuse what the Gluon kernels cannot do, in time to say why."""
+    if x.device.type != "cuda" or interpreting():
+        raise ValueError(f"the {tile.kernel} kernel runs on CUDA devices only; use vector or dot")
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"the {tile.kernel} kernel multiplies bfloat16 and float16, got {x.dtype}; use vector")
+    across = tile.warps // tile.split_k
+    if across < 1 or tile.block_n < 8 * across or tile.block_k < 32 * max(tile.split_k, tile.warps):
+        raise ValueError(
+            f"the {tile.kernel} kernel needs split_k <= warps, block_n >= 8 * warps / split_k and block_k >= 32 * warps,"
+            f" got {tile.short()}"
+        )
+
+
 def make_plan(
     x: torch.Tensor,
     weight: WeightOperand,
@@ -101,15 +119,17 @@ def make_plan(
         raise ValueError(f"x must be [M, {wanted}] with contiguous rows, got {tuple(x.shape)} strides {x.stride()}")
     if weight.kind == WeightKind.DENSE and weight.tensor.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} and the dense weight {weight.tensor.dtype}; they must agree")
-    limit = 8 if tile.kernel == "vector" else 64
+    limit = ROW_LIMITS[tile.kernel]
     if not 1 <= rows <= limit:
         raise ValueError(f"{rows} rows, but the {tile.kernel} kernel takes 1 to {limit}; use another kernel")
-    if epilogue == Epilogue.SWIGLU and (weight.rows % 2 or tile.block_n < 4):
-        raise ValueError(f"SWIGLU needs an even N and block_n >= 4, got N={weight.rows}, block_n={tile.block_n}")
+    if epilogue == Epilogue.SWIGLU and (weight.rows % 2 or tile.block_n < 2):
+        raise ValueError(f"SWIGLU needs an even N and block_n >= 2, got N={weight.rows}, block_n={tile.block_n}")
     if residual is not None and epilogue != Epilogue.PLAIN:
         raise ValueError("a residual can be added by the PLAIN epilogue only")
     if tile.kernel == "dot" and (tile.block_n < 16 or tile.block_k // tile.split_k < 16):
         raise ValueError(f"the dot kernel needs block_n >= 16 and block_k / split_k >= 16, got {tile.short()}")
+    if tile.kernel == "mma":
+        check_mma(x, tile)
     supported = pdl_supported(x.device)
     return LaunchPlan(
         rows=rows,
@@ -133,6 +153,10 @@ def _launcher(kernel: str) -> Launch:
         return launch_gemv
     if kernel == "dot":
         return launch_skinny
+    if kernel == "mma":
+        from mainspring.kernels.triton.gemv_mma import launch_mma
+
+        return launch_mma
     raise ValueError(f"no Triton kernel is called {kernel!r}")
 
 
@@ -220,7 +244,7 @@ def _reduce_argmax_kernel(
 
 def argmax_slots(plan: LaunchPlan) -> int:
     """Pairs of value and index that the first stage of ``head_argmax`` leaves for each row."""
-    return plan.programs if plan.tile.kernel == "vector" else plan.tiles
+    return plan.tiles if plan.tile.kernel == "dot" else plan.programs
 
 
 def head_argmax(

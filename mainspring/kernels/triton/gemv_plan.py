@@ -22,7 +22,8 @@ class Tile:
         warps: warps of a program.
         prefetch: chunks fetched before the wait, and kept in flight after it.
         per_sm: programs for each multiprocessor, each taking several tiles; 0 is one program a tile.
-        inner: ``vector``: add up each thread's 8 products first, for an accumulator an eighth as large.
+        inner: ``vector``: add up each thread's 8 products first, for an accumulator an eighth as large. ``mma``:
+            with one row, spread x over the program's threads and pass it through shared memory.
         evict: L2 eviction policy of the weight loads, "" or "evict_first".
         split_k: ``dot`` and ``mma``: slices of a chunk's K that are summed at the end, one for each group of warps.
         stages: ``dot``: depth of the software pipeline behind the prefetch.
@@ -69,7 +70,7 @@ class Tile:
         text += f" x{self.per_sm}" if self.per_sm else ""
         text += f" s{self.split_k}" if self.split_k > 1 else ""
         text += f" st{self.stages}" if self.kernel == "dot" else ""
-        text += "" if self.inner or self.kernel != "vector" else " full"
+        text += "" if self.inner or self.kernel == "dot" else " flat"
         return text + (" keep" if not self.evict else "")
 
 
