@@ -1,0 +1,408 @@
+"""Tune the skinny products on this GPU and time the products of whole decode steps.
+
+    python benchmarks/sweep_gemv.py --out DIR --budget 420 --models qwen3-0.6b --rows 1
+
+For each model and number of rows: every candidate tile of every product is checked against fp64 and timed over the
+layers' distinct weights; the best are tried in the whole chain, one product at a time; the winners, and the chain in
+its variants (library, bare products, unfused, fused, without PDL), are printed, and saved as JSON after each model.
+``--save`` also writes the table that the engine chooses tiles from. ``--help`` lists the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from gemv_chain import (  # noqa: E402
+    EPS,
+    PRODUCTS,
+    SHAPES,
+    Chain,
+    StepWeights,
+    read_bandwidth,
+    record,
+    time_graph,
+)
+from gemv_compile import Compilers, Job  # noqa: E402
+
+from mainspring.kernels.triton.gemv_common import Epilogue, Prologue, WeightOperand  # noqa: E402
+from mainspring.kernels.triton.gemv_ops import head_argmax, reference_matmul, skinny_matmul  # noqa: E402
+from mainspring.kernels.triton.gemv_plan import Tile  # noqa: E402
+
+LIBRARY = Tile("library")
+FUSIONS = ("norm", "swiglu", "residual", "head")
+ERROR_LIMIT = 6e-3
+
+
+def vector_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
+    """Vector tiles worth trying: 16 to 96 registers of weights a thread, at most four rows."""
+    if rows > 4:
+        return
+    choices = []
+    for block_k in (256, 512, 1024, 2048):
+        if block_k > triton.next_power_of_2(k):
+            continue
+        chunks = -(-k // block_k)
+        for block_n in (2, 4, 8, 16):
+            for warps in (1, 2, 4, 8):
+                for prefetch in sorted({1, 2, 4, chunks}):
+                    if prefetch > chunks or chunks > 16:
+                        continue
+                    each = block_n * block_k * prefetch // (32 * warps)
+                    if not 16 <= each <= 192 or block_n * block_k // (32 * warps) < 8:
+                        continue
+                    waste = abs(each - 64) / 64 + (0.5 if block_k != 256 * warps else 0.0)
+                    waste += 0.3 * (n // block_n < 128)
+                    choices.append((waste, Tile("vector", block_n, block_k, warps, prefetch)))
+    choices.sort(key=lambda pair: pair[0])
+    for _, tile in choices[:most]:
+        yield tile
+    for _, tile in choices[: most // 4]:
+        yield replace(tile, inner=False)
+    if n > 16384:
+        for per_sm in (2, 4, 8):
+            for _, tile in choices[: most // 4]:
+                yield replace(tile, per_sm=per_sm)
+
+
+def dot_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
+    """``tl.dot`` tiles worth trying, the ones with enough programs first."""
+    choices = []
+    for block_n in (16, 32, 64):
+        for block_k in (128, 256, 512):
+            for split in (1, 2, 4):
+                for warps in (4, 8):
+                    for prefetch in (1, 2, 4):
+                        each = block_n * block_k * prefetch // (32 * warps)
+                        if block_k > k or not 16 <= each <= 128 or split * (block_n // 16) > 2 * warps:
+                            continue
+                        waste = abs(each - 48) / 48 + 0.5 * (n // block_n < 128) + 0.2 * (split == 1) * (block_n == 16)
+                        choices.append((waste, Tile("dot", block_n, block_k, warps, prefetch, split_k=split)))
+    choices.sort(key=lambda pair: pair[0])
+    for _, tile in choices[:most]:
+        yield tile
+
+
+def mma_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
+    """Gluon tiles worth trying: 16 to 96 registers of weights a thread, and a round number of programs."""
+    if rows > 16:
+        return
+    choices = []
+    for block_k in (256, 512, 1024, 2048, 4096):
+        chunks = -(-k // block_k)
+        if block_k > triton.next_power_of_2(k) or chunks > 32:
+            continue
+        for block_n in (8, 16, 32):
+            for warps in (2, 4, 8, 16):
+                for split in (warps, warps // 2, warps // 4):
+                    for prefetch in sorted({1, 2, 4, chunks}):
+                        if split < 1 or prefetch > chunks or block_n < 8 * (warps // split) or block_k < 32 * warps:
+                            continue
+                        registers = block_n * block_k * prefetch // (64 * warps)
+                        if not 8 <= registers <= 96:
+                            continue
+                        programs = n / block_n / 132
+                        waves = -(-programs // 1)
+                        waste = abs(registers - 40) / 40 + (1 - programs / waves) + 0.3 * (split != warps)
+                        waste += 0.5 * (prefetch < chunks and chunks * registers // prefetch <= 96)
+                        waste += 0.4 * (block_k > 128 * warps)
+                        choices.append((waste, Tile("mma", block_n, block_k, warps, prefetch, split_k=split)))
+    choices.sort(key=lambda pair: pair[0])
+    for _, tile in choices[:most]:
+        yield replace(tile, inner=False)
+    if rows == 1:
+        for _, tile in choices[: most // 2]:
+            yield tile
+    if n > 16384:
+        for per_sm in (2, 4):
+            for _, tile in choices[: most // 4]:
+                yield replace(tile, per_sm=per_sm, inner=rows == 1)
+
+
+class Sweep:
+    """One model and number of rows on one GPU."""
+
+    def __init__(
+        self, weights: StepWeights, rows: int, bandwidth: float, deadline: float, most: int,
+        compilers: Compilers | None, kernels: list[str],
+    ) -> None:  # fmt: skip
+        """``deadline`` is a ``time.monotonic()`` value after which nothing new is started."""
+        self.weights, self.rows, self.bandwidth, self.deadline, self.most = weights, rows, bandwidth, deadline, most
+        self.compilers, self.kernels = compilers, kernels
+        self.shape = weights.shape
+        self.device = weights.norms.device
+        self.failures: list[str] = []
+        self.measured: dict[str, list[dict[str, Any]]] = {}
+
+    def late(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self.deadline
+
+    def candidates(self, product: str) -> list[Tile]:
+        """Tiles to try for a product."""
+        n, k = self.shape.shape(product)
+        makers = {"vector": vector_candidates, "dot": dot_candidates, "mma": mma_candidates}
+        return [tile for name in self.kernels for tile in makers[name](n, k, self.rows, self.most)]
+
+    def operands(self, product: str) -> list[WeightOperand]:
+        """The product's distinct weights."""
+        return [self.weights.head] if product == "head" else [layer[product] for layer in self.weights.layers]
+
+    def compile(self, jobs: list[Job]) -> set[Job]:
+        """Compile ahead, in parallel; returns the jobs that failed."""
+        if self.compilers is None:
+            return set()
+        failed = self.compilers.run(jobs, self.deadline - time.monotonic())
+        self.failures += [f"{job.n}x{job.k} {job.tile.short()}: {problem}" for job, problem in failed.items()]
+        return set(failed)
+
+    def tune(self, product: str, keep: int) -> list[Tile]:
+        """Check and time every candidate over the layers' weights; the fastest first."""
+        n, k = self.shape.shape(product)
+        operands = self.operands(product)
+        x = torch.randn((self.rows, k), device=self.device, dtype=torch.bfloat16)
+        out = torch.empty((self.rows, n), device=self.device, dtype=torch.bfloat16)
+        expected = reference_matmul(x, operands[0])
+        tiles = self.candidates(product)
+        failed = {job.tile for job in self.compile([Job(self.rows, n, k, tile) for tile in tiles])}
+        tiles = [tile for tile in tiles if tile not in failed]
+        copies = 3 if product == "head" else 1
+        results: list[tuple[float, Tile]] = []
+        for tile in [LIBRARY, *tiles]:
+            if self.late():
+                break
+            try:
+                out.fill_(float("nan"))
+                self.run(x, operands[0], tile, out)
+                error = float((out.double() - expected).norm() / expected.norm())
+                if not error < ERROR_LIMIT:
+                    raise ArithmeticError(f"relative error {error:.1e}")
+
+                def chain(tile: Tile = tile) -> None:
+                    for operand in operands * copies:
+                        self.run(x, operand, tile, out)
+
+                results.append((time_graph(record(chain), 5, 3) / len(operands * copies) * 1e3, tile))
+            except Exception as problem:
+                self.failures.append(f"{product} {tile.short()}: {str(problem)[-200:]}")
+        results.sort(key=lambda pair: pair[0])
+        nbytes = operands[0].nbytes
+        self.measured[product] = [
+            {"tile": tile.to_dict(), "microseconds": micro, "terabytes_per_s": nbytes / micro / 1e6}
+            for micro, tile in results
+        ]
+        library = next((micro for micro, tile in results if tile == LIBRARY), float("nan"))
+        print(f"  {product} {n}x{k}: floor {nbytes / self.bandwidth * 1e6:.2f} us, torch.mm {library:.2f}, "
+              f"{len(results)} tiles, {len(self.failures)} failures so far")  # fmt: skip
+        for micro, tile in results[:4]:
+            print(f"    {micro:7.2f} us  {nbytes / micro / 1e6:5.2f} TB/s  {tile.short()}")
+        own = [tile for _, tile in results if tile != LIBRARY]
+        best = own[:keep]
+        for kernel in ("vector", "dot", "mma", "ring"):
+            if kernel not in {tile.kernel for tile in best}:
+                best += [tile for tile in own if tile.kernel == kernel][:1]
+        return best
+
+    @staticmethod
+    def run(x: torch.Tensor, operand: WeightOperand, tile: Tile, out: torch.Tensor) -> None:
+        """One product."""
+        if tile.kernel == "library":
+            torch.mm(x, operand.tensor.T, out=out)
+        else:
+            skinny_matmul(x, operand, tile, out=out)
+
+    def descend(self, best: dict[str, list[Tile]]) -> dict[str, Tile]:
+        """Try each product's best tiles in the layers' chain, the others held."""
+        chosen = {product: tiles[0] for product, tiles in best.items()}
+
+        def layers(tiles: dict[str, Tile]) -> float:
+            chain = Chain(self.weights, self.rows, tiles, bare=True, products=PRODUCTS)
+            return time_graph(record(chain.step), 10, 3)
+
+        record_time = layers(chosen)
+        for product in PRODUCTS:
+            for tile in best[product][1:]:
+                if self.late():
+                    return chosen
+                trial = layers({**chosen, product: tile})
+                if trial < record_time:
+                    record_time, chosen = trial, {**chosen, product: tile}
+        print(f"  layers alone {record_time:.4f} ms: " + "; ".join(f"{p} {t.short()}" for p, t in chosen.items()))
+        return chosen
+
+    def fused_jobs(self, tiles: dict[str, Tile]) -> list[Job]:
+        """What the variants need beside the plain products."""
+        jobs = []
+        for product, tile in tiles.items():
+            n, k = self.shape.shape(product)
+            for pdl in (True, False):
+                plain = Job(self.rows, n, k, tile, pdl=pdl)
+                normed = replace(plain, prologue=Prologue.NORM)
+                jobs += [plain] if product in ("o", "down") else [plain, normed]
+                if product in ("o", "down"):
+                    jobs.append(replace(plain, residual=True))
+                if product == "gate_up":
+                    jobs += [replace(job, epilogue=Epilogue.SWIGLU) for job in (plain, normed)]
+                if product == "head":
+                    jobs += [replace(job, epilogue=Epilogue.ARGMAX) for job in (plain, normed)]
+        return jobs
+
+    def check_fused(self, tiles: dict[str, Tile]) -> dict[str, float]:
+        """Relative error of every fused product against fp64, and whether the arg-max agrees."""
+        dtype, rows = torch.bfloat16, self.rows
+        layer, norms = self.weights.layers[0], self.weights.norms
+        errors: dict[str, float] = {}
+
+        def check(name: str, product: str, prologue: Prologue, epilogue: Epilogue, residual: bool) -> None:
+            weight = layer[product]
+            width = weight.columns * (2 if prologue == Prologue.SILU else 1)
+            x = torch.randn((rows, width), device=self.device, dtype=dtype)
+            columns = weight.rows // (2 if epilogue == Epilogue.SWIGLU else 1)
+            beside = torch.randn((rows, columns), device=self.device, dtype=dtype) if residual else None
+            out = torch.full((rows, columns), float("nan"), device=self.device, dtype=dtype)
+            arguments = {"residual": beside, "norm_weight": norms, "eps": EPS}
+            skinny_matmul(x, weight, tiles[product], out=out, prologue=prologue, epilogue=epilogue, **arguments)
+            wanted = reference_matmul(x, weight, prologue=prologue, epilogue=epilogue, **arguments)
+            errors[name] = float((out.double() - wanted).norm() / wanted.norm())
+
+        cases = {
+            "norm+qkv": ("qkv", Prologue.NORM, Epilogue.PLAIN, False),
+            "o+residual": ("o", Prologue.PLAIN, Epilogue.PLAIN, True),
+            "norm+gate_up+silu": ("gate_up", Prologue.NORM, Epilogue.SWIGLU, False),
+            "down+residual": ("down", Prologue.PLAIN, Epilogue.PLAIN, True),
+            "silu+down+residual": ("down", Prologue.SILU, Epilogue.PLAIN, True),
+        }
+        for name, case in cases.items():
+            try:
+                check(name, *case)
+            except Exception as problem:
+                self.failures.append(f"{name}: {str(problem)[-200:]}")
+                errors[name] = float("nan")
+        try:
+            x = torch.randn((rows, self.shape.hidden), device=self.device, dtype=dtype)
+            arguments = {"norm_weight": norms, "eps": EPS, "prologue": Prologue.NORM}
+            token = head_argmax(x, self.weights.head, tiles["head"], **arguments)
+            logits = skinny_matmul(x, self.weights.head, tiles["head"], **arguments)
+            errors["arg-max rows that differ"] = float((token != logits.argmax(-1)).sum())
+        except Exception as problem:
+            self.failures.append(f"head arg-max: {str(problem)[-200:]}")
+        return errors
+
+    def variants(self, tiles: dict[str, Tile]) -> dict[str, float]:
+        """Milliseconds of the whole chain in each variant."""
+        every = frozenset(FUSIONS)
+        library = {product: LIBRARY for product in tiles}
+        chains: dict[str, Callable[[], Chain]] = {
+            "bare torch.mm": lambda: Chain(self.weights, self.rows, library, bare=True),
+            "bare ours": lambda: Chain(self.weights, self.rows, tiles, bare=True),
+            "bare ours, no PDL": lambda: Chain(self.weights, self.rows, tiles, bare=True, pdl=False),
+            "whole torch": lambda: Chain(self.weights, self.rows, library),
+            "whole ours, unfused": lambda: Chain(self.weights, self.rows, tiles),
+            "whole ours, all fused": lambda: Chain(self.weights, self.rows, tiles, every),
+            "whole ours, all fused, no PDL": lambda: Chain(self.weights, self.rows, tiles, every, pdl=False),
+            **{
+                f"whole ours, {name} not fused": lambda name=name: Chain(
+                    self.weights, self.rows, tiles, every - {name}
+                )
+                for name in FUSIONS
+            },
+        }  # fmt: skip
+        times: dict[str, float] = {}
+        for name, make in chains.items():
+            if self.late():
+                break
+            try:
+                chain = make()
+                step = chain.step_library if name == "whole torch" else chain.step
+                times[name] = time_graph(record(step))
+            except Exception as problem:
+                self.failures.append(f"{name}: {str(problem)[-300:]}")
+        return times
+
+    def report(self) -> dict[str, Any]:
+        """Everything for this model and number of rows, printed as it comes."""
+        floor = self.shape.step_bytes / self.bandwidth * 1e3
+        print(f"\n== {self.shape.name}, {self.rows} rows: {self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms")
+        best = {product: self.tune(product, 5) for product in (*PRODUCTS, "head")}
+        missing = [product for product, tiles in best.items() if not tiles]
+        if missing:
+            print(f"  no tile works for {missing}; last failures: {self.failures[-3:]}")
+            return {"measured": self.measured, "failures": self.failures}
+        chosen = {**self.descend({p: best[p] for p in PRODUCTS}), "head": best["head"][0]}
+        self.compile(self.fused_jobs(chosen))
+        errors = self.check_fused(chosen)
+        print("  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+        times = self.variants(chosen)
+        for name, milliseconds in times.items():
+            rate = self.shape.step_bytes / milliseconds / 1e9
+            print(f"  {name:34s} {milliseconds:8.4f} ms  {rate:5.2f} TB/s  {milliseconds / floor:5.2f} x floor")
+        return {
+            "model": self.shape.name,
+            "rows": self.rows,
+            "floor_ms": floor,
+            "tiles": {product: tile.to_dict() for product, tile in chosen.items()},
+            "milliseconds": times,
+            "errors": errors,
+            "measured": self.measured,
+            "failures": self.failures,
+        }
+
+
+def main() -> None:
+    """Read the command line, sweep, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"], choices=SHAPES)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds in all")
+    parser.add_argument("--candidates", type=int, default=24, help="tiles of each kernel to try for a product")
+    parser.add_argument("--kernels", nargs="+", default=["mma", "vector", "dot"], choices=["mma", "vector", "dot"])
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for sweep_gemv.json")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    compilers = Compilers() if torch.cuda.is_available() else None
+    device = torch.device("cuda")
+    pool = torch.empty(max(SHAPES[name].step_bytes for name in options.models) // 2, dtype=torch.bfloat16, device=device)
+    pool.normal_()
+    bandwidth = read_bandwidth(pool)
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "read_bandwidth": bandwidth,
+        "sweeps": [],
+    }
+    print(f"{result['device']}, torch {torch.__version__}, Triton {triton.__version__}, "
+          f"reads {bandwidth / 1e12:.2f} TB/s")  # fmt: skip
+    pairs = [(name, rows) for rows in options.rows for name in options.models]
+    for position, (name, rows) in enumerate(pairs):
+        left = options.budget - (time.monotonic() - begin)
+        if left < 10:
+            print(f"time is up before {name}, {rows} rows")
+            break
+        share = time.monotonic() + left / min(3, len(pairs) - position)
+        try:
+            weights = StepWeights.draw(SHAPES[name], pool)
+            result["sweeps"].append(Sweep(weights, rows, bandwidth, share, options.candidates, compilers, options.kernels).report())
+        except Exception:
+            print(f"{name}, {rows} rows failed:\n{traceback.format_exc()[-1500:]}")
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "sweep_gemv.json").write_text(json.dumps(result, indent=1))
+        print(f"  [{time.monotonic() - begin:.0f} s]", flush=True)
+    if compilers is not None:
+        compilers.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Skinny matrix product on the matrix units with the weights straight from memory into their registers (Gluon).
+
+For 1 to 16 rows of bf16 or fp16. Triton would carry each weight tile through shared memory to reach the layout that
+the matrix units want. Here W is loaded in that layout: the sum over K may be taken in any order, so lanes hold runs of
+8 neighbouring elements (16 bytes) of both operands and the instruction's K indices are matched run by run. Each warp
+owns a slice of K (``split_k`` warps) of all the tile's rows; the slices meet once, through shared memory, at the end.
+What remains after the wait is to read x, multiply, and that one exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mainspring.kernels.triton.gemv_common import launch
+from mainspring.kernels.triton.gemv_plan import LaunchPlan
+
+
+@gluon.jit
+def silu(v):
+    """v * sigmoid(v), fp32."""
+    return v / (1.0 + gl.exp(-v))
+
+
+@gluon.jit
+def tile_rows(tile, local, N: gl.constexpr, BLOCK_N: gl.constexpr, PAIRED: gl.constexpr):
+    """Rows of W for the places ``local`` of a tile: consecutive ones, or alternately a gate row and its up row."""
+    if PAIRED:
+        return tile * (BLOCK_N // 2) + local // 2 + (local % 2) * (N // 2)
+    else:
+        return tile * BLOCK_N + local
+
+
+@gluon.jit
+def tile_rows_exist(tile, local, N: gl.constexpr, BLOCK_N: gl.constexpr, PAIRED: gl.constexpr):
+    """Which places of a tile hold a row of W; none in a tile beyond the last."""
+    if PAIRED:
+        return tile * (BLOCK_N // 2) + local // 2 < N // 2
+    else:
+        return tile * BLOCK_N + local < N
+
+
+@gluon.jit
+def fetch_weights(
+    w_ptr, tile, k0, stride_w, layout: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
+    PAIRED: gl.constexpr, MAY_END: gl.constexpr, EVICT: gl.constexpr,
+):  # fmt: skip
+    """A chunk of W as [SPLIT_K, BLOCK_K / SPLIT_K, BLOCK_N], the right-hand operand; zeros outside of W."""
+    SLICE: gl.constexpr = BLOCK_K // SPLIT_K
+    part = gl.arange(0, SPLIT_K, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    inside = gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    local = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    columns = k0 + part * SLICE + inside
+    rows = tile_rows(tile, local, N, BLOCK_N, PAIRED)
+    pointers = w_ptr + rows.to(gl.int64) * stride_w + columns
+    if MAY_END or N % BLOCK_N != 0 or K % BLOCK_K != 0:
+        mask = tile_rows_exist(tile, local, N, BLOCK_N, PAIRED) & (columns < K)
+        return gl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
+    else:
+        return gl.load(pointers, eviction_policy=EVICT)
+
+
+@gluon.jit
+def read_x(
+    x_ptr, norm_ptr, k0, stride_x, layout: gl.constexpr,
+    M: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
+    PROLOGUE: gl.constexpr,
+):  # fmt: skip
+    """A chunk of x as [SPLIT_K, ROWS, BLOCK_K / SPLIT_K], and its sums of squares for NORM."""
+    SLICE: gl.constexpr = BLOCK_K // SPLIT_K
+    part = gl.arange(0, SPLIT_K, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    inside = gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    columns = k0 + part * SLICE + inside
+    pointers = x_ptr + rows * stride_x + columns
+    exists = columns < K
+    mask = exists & (rows < M)
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    stored = gl.load(pointers, mask=mask, other=0.0)
+    if PROLOGUE == 1:
+        x = stored.to(gl.float32)
+        weight = gl.load(norm_ptr + columns, mask=exists, other=0.0).to(gl.float32)
+        return (x * weight).to(dtype), gl.sum(x * x, axis=2)
+    elif PROLOGUE == 2:
+        up = gl.load(pointers + K, mask=mask, other=0.0).to(gl.float32)
+        return (silu(stored.to(gl.float32)) * up).to(dtype), 0
+    else:
+        return stored, 0
+
+
+@gluon.jit
+def stage_x(
+    staged, x_ptr, norm_ptr, stride_x, eps, layout: gl.constexpr,
+    M: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
+    CHUNKS: gl.constexpr, PROLOGUE: gl.constexpr,
+):  # fmt: skip
+    """Put all of the prepared x into shared memory, each element touched by one thread; RMSNorm's factor of a row."""
+    squares = gl.zeros([SPLIT_K, ROWS], gl.float32, gl.SliceLayout(2, layout))
+    for c in gl.static_range(CHUNKS):
+        x, chunk_squares = read_x(
+            x_ptr, norm_ptr, c * BLOCK_K, stride_x, layout, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
+        )
+        staged.index(c).store(x)
+        if PROLOGUE == 1:
+            squares += chunk_squares
+    return 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)
+
+
+@gluon.jit
+def finish_tile(
+    acc, scale, best_value, best_index, tile, gather: gl.constexpr,
+    scale_ptr, y_ptr, bias_ptr, residual_ptr, stride_y, stride_residual, out_type: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, PADDED: gl.constexpr,
+    BLOCK_N: gl.constexpr, PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """Add up the warps' slices of a tile and store them, or keep the best of each row of x."""
+    PAIRED: gl.constexpr = EPILOGUE == 1
+    total = gl.sum(gl.convert_layout(acc, gather), axis=0)
+    layout: gl.constexpr = total.type.layout
+    batch = gl.arange(0, PADDED, layout=gl.SliceLayout(1, layout))
+    local = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+    rows = tile_rows(tile, local, N, BLOCK_N, PAIRED)
+    exists = tile_rows_exist(tile, local, N, BLOCK_N, PAIRED)
+    if PROLOGUE == 1:
+        total = total * gl.convert_layout(scale, gl.SliceLayout(1, layout))[:, None]
+    if KIND == 1:
+        total = total * gl.load(scale_ptr + rows, mask=exists, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += gl.load(bias_ptr + rows, mask=exists, other=0.0).to(gl.float32)[None, :]
+    if EPILOGUE == 1:
+        gate, up = gl.split(gl.reshape(total, [PADDED, BLOCK_N // 2, 2]))
+        out = silu(gate) * up
+        half: gl.constexpr = out.type.layout
+        batch2 = gl.arange(0, PADDED, layout=gl.SliceLayout(1, half))[:, None]
+        outputs = (tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, half)))[None, :]
+        keep = (batch2 < M) & (outputs < N // 2)
+        gl.store(y_ptr + batch2 * stride_y + outputs, out.to(out_type), mask=keep)
+        return best_value, best_index
+    elif EPILOGUE == 2:
+        value = gl.where(exists[None, :], total.to(out_type).to(gl.float32), float("-inf"))
+        top = gl.max(value, axis=1)
+        wide = gl.zeros_like(value).to(gl.int32) + rows[None, :]
+        where = gl.min(gl.where(value == top[:, None], wide, 0x7FFFFFFF), axis=1)
+        better = top > best_value
+        return gl.where(better, top, best_value), gl.where(better, where, best_index)
+    else:
+        keep = (batch[:, None] < M) & exists[None, :]
+        if HAS_RESIDUAL:
+            offsets = batch[:, None] * stride_residual + rows[None, :]
+            total += gl.load(residual_ptr + offsets, mask=keep, other=0.0).to(gl.float32)
+        gl.store(y_ptr + batch[:, None] * stride_y + rows[None, :], total.to(out_type), mask=keep)
+        return best_value, best_index
+
+
+@gluon.jit
+def _mma_kernel(
+    x_ptr, w_ptr, scale_ptr, y_ptr, index_ptr, bias_ptr, residual_ptr, norm_ptr,
+    stride_x, stride_w, stride_y, stride_residual, eps,
+    M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, PREFETCH: gl.constexpr, PROGRAMS: gl.constexpr,
+    SPLIT_K: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr, PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    EVICT: gl.constexpr, PDL: gl.constexpr, WAIT: gl.constexpr,
+):  # fmt: skip
+    PADDED: gl.constexpr = 16
+    PAIRED: gl.constexpr = EPILOGUE == 1
+    TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    CHUNKS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    DEPTH: gl.constexpr = PREFETCH if PREFETCH < CHUNKS else CHUNKS
+    ROUNDS: gl.constexpr = (TILES + PROGRAMS - 1) // PROGRAMS
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    # One row is read once and repeated: the rows of a product do not mix, so what stands in unused ones is no matter.
+    ROWS: gl.constexpr = 1 if M == 1 else PADDED
+    SLICE: gl.constexpr = BLOCK_K // SPLIT_K
+    SUMS: gl.constexpr = CHUNKS if CHUNKS < 4 else 4
+    PER_LANE: gl.constexpr = BLOCK_K // WARPS // 32
+    spread: gl.constexpr = gl.BlockedLayout(
+        [1, 1, PER_LANE if PER_LANE < 8 else 8], [1, 1, 32], [SPLIT_K, 1, WARPS // SPLIT_K], [2, 1, 0]
+    )
+    units: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[SPLIT_K, 1, WARPS // SPLIT_K], instr_shape=[1, 16, 8]
+    )
+    left: gl.constexpr = gl.DotOperandLayout(0, units, 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, units, 8)
+    reading: gl.constexpr = spread if STAGED else left
+    # Where the warps' slices meet: all slices of an element in one thread, gate and up side by side.
+    ACROSS: gl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
+    gather: gl.constexpr = gl.BlockedLayout(
+        [SPLIT_K, 1, BLOCK_N // ACROSS],
+        [1, 32 // ACROSS if ACROSS < 32 else 1, ACROSS if ACROSS < 32 else 32],
+        [1, WARPS, 1],
+        [2, 1, 0],
+    )
+    pid = gl.program_id(0)
+
+    ahead = ()
+    for c in gl.static_range(DEPTH):
+        ahead = ahead + (
+            fetch_weights(
+                w_ptr, pid, c * BLOCK_K, stride_w, right, N, K, BLOCK_N, BLOCK_K, SPLIT_K, PAIRED, False, EVICT
+            ),
+        )
+    if PDL:
+        gdc_launch_dependents()
+        if WAIT:
+            gdc_wait()
+
+    scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, gl.SliceLayout(2, reading)))
+    if STAGED:
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        staged = gl.allocate_shared_memory(dtype, [CHUNKS, SPLIT_K, ROWS, SLICE], flat)
+        scale = stage_x(
+            staged, x_ptr, norm_ptr, stride_x, eps, spread, M, K, ROWS, BLOCK_K, SPLIT_K, CHUNKS, PROLOGUE
+        )
+
+    best_value = gl.full([PADDED], float("-inf"), gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, gather)))
+    best_index = gl.full([PADDED], 0x7FFFFFFF, gl.int32, gl.SliceLayout(1, gl.SliceLayout(0, gather)))
+    for turn in range(ROUNDS):
+        tile = pid + turn * PROGRAMS
+        sums = ()
+        for c in gl.static_range(SUMS):
+            sums = sums + (gl.zeros([SPLIT_K, PADDED, BLOCK_N], gl.float32, units),)
+        squares = gl.zeros([SPLIT_K, ROWS], gl.float32, gl.SliceLayout(2, left))
+        for c in gl.static_range(CHUNKS):
+            stored = ahead[0]
+            if c + DEPTH < CHUNKS:
+                following = fetch_weights(
+                    w_ptr, tile, (c + DEPTH) * BLOCK_K, stride_w, right,
+                    N, K, BLOCK_N, BLOCK_K, SPLIT_K, PAIRED, ROUNDS * PROGRAMS != TILES, EVICT,
+                )  # fmt: skip
+            elif ROUNDS > 1:
+                following = fetch_weights(
+                    w_ptr, tile + PROGRAMS, (c + DEPTH - CHUNKS) * BLOCK_K, stride_w, right,
+                    N, K, BLOCK_N, BLOCK_K, SPLIT_K, PAIRED, True, EVICT,
+                )  # fmt: skip
+            else:
+                following = stored
+            ahead = ahead[1:] + (following,)
+            if STAGED:
+                x = staged.index(c).load(left)
+            else:
+                x, chunk_squares = read_x(
+                    x_ptr, norm_ptr, c * BLOCK_K, stride_x, left, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
+                )
+                if PROLOGUE == 1:
+                    squares += chunk_squares
+            if M == 1:
+                x = x.broadcast_to([SPLIT_K, PADDED, SLICE])
+            if KIND == 1:
+                stored = stored.to(gl.float32)
+            # Neighbouring chunks add to different sums: a product need not wait for the one before.
+            sums = sums[1:] + (mma_v2(x, stored.to(dtype), sums[0]),)
+        acc = sums[0]
+        for c in gl.static_range(1, SUMS):
+            acc += sums[c]
+        if PROLOGUE == 1 and not STAGED:
+            scale = 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)
+        best_value, best_index = finish_tile(
+            acc, scale, best_value, best_index, tile, gather,
+            scale_ptr, y_ptr, bias_ptr, residual_ptr, stride_y, stride_residual, dtype,
+            M, N, KIND, PADDED, BLOCK_N, PROLOGUE, EPILOGUE, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+
+    if EPILOGUE == 2:
+        batch = gl.arange(0, PADDED, layout=gl.SliceLayout(1, gl.SliceLayout(0, gather)))
+        gl.store(y_ptr + batch * stride_y + pid, best_value, mask=batch < M)
+        gl.store(index_ptr + batch * stride_y + pid, best_index, mask=batch < M)
+
+
+def launch_mma(plan: LaunchPlan, arguments: tuple[Any, ...]) -> None:
+    """Run the Gluon kernel as ``plan`` says; ``skinny_matmul`` prepares the arguments."""
+    tile = plan.tile
+    constants = {
+        **plan.constants,
+        "PREFETCH": tile.prefetch,
+        "PROGRAMS": plan.programs,
+        "SPLIT_K": tile.split_k,
+        "WARPS": tile.warps,
+        "STAGED": tile.inner and plan.rows == 1,
+    }
+    launch(_mma_kernel, plan.programs, arguments, constants,
+           warps=tile.warps, pdl=plan.pdl, compile_only=plan.compile_only)  # fmt: skip
