@@ -118,7 +118,7 @@ class CudaGraph:
     @property
     def num_operations(self) -> int:
         """Number of nodes; 0 where `cuda.bindings` is not installed."""
-        return len(self.operations)
+        return 0 if self._graph is None else _count(self.raw)
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -210,16 +210,31 @@ def _end_broken(graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int,
         graph.reset()
 
 
-def _nodes(raw: int) -> tuple[Operation, ...]:
-    """The nodes of a `cudaGraph_t` and their kinds."""
+def _bindings() -> Any:
+    """`cuda.bindings.runtime`, or None where it is not installed."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
-        return ()
-    graph = runtime.cudaGraph_t(init_value=raw)
-    error, _, count = runtime.cudaGraphGetNodes(graph)
+        return None
+    return runtime
+
+
+def _count(raw: int) -> int:
+    """Number of nodes of a `cudaGraph_t`; 0 without `cuda.bindings`."""
+    runtime = _bindings()
+    if runtime is None:
+        return 0
+    error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(init_value=raw))
     _check(error, "cudaGraphGetNodes")
-    error, nodes, count = runtime.cudaGraphGetNodes(graph, count)
+    return int(count)
+
+
+def _nodes(raw: int) -> tuple[Operation, ...]:
+    """The nodes of a `cudaGraph_t` and their kinds; empty without `cuda.bindings`."""
+    runtime = _bindings()
+    if runtime is None:
+        return ()
+    error, nodes, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(init_value=raw), _count(raw))
     _check(error, "cudaGraphGetNodes")
     operations = []
     for index, node in enumerate(nodes[:count]):

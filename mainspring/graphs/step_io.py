@@ -60,7 +60,6 @@ class InputBuffer:
         self._buffers = buffers
         self._signature = buffers.recorded(name)
         self._last: Any = None
-        self._last_rung = 0
         self._version = self.tensor._version
 
     def check(self) -> None:
@@ -125,12 +124,11 @@ class InputBuffer:
             target[:rows].copy_(values)
             target[rows:].fill_(self.spec.pad)
             return True
-        known = self._last_rung == rung and self.tensor._version == self._version and not self.always_upload
+        known = self.tensor._version == self._version and not self.always_upload
         if known and _equal(self._last, values):
             return False
         staging.upload(self.tensor[:rung], values, fill=self.spec.pad)
         self._last = values.clone() if isinstance(values, Tensor) else _snapshot(values)
-        self._last_rung = rung
         self._version = self.tensor._version
         return True
 

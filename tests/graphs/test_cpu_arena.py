@@ -68,6 +68,11 @@ def test_graphs_recorded_before_the_arena_grew_still_replay() -> None:
         arena = [use for op in graph.operations for use in op.tensors if use.owner == "pool"]
         assert arena
         assert all(use.address is not None and use.address % ALIGNMENT == 0 for use in arena)
+    lowest = {
+        min(use.address or 0 for op in graph.operations for use in op.tensors if use.owner == "pool")
+        for graph in graphs
+    }
+    assert len(lowest) == 1  # all moved to the one block that is left
 
 
 def test_outputs_lie_outside_the_arena_so_that_other_graphs_leave_them_alone() -> None:

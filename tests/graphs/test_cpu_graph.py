@@ -17,6 +17,7 @@ from mainspring.graphs import CaptureError, CpuGraph, GraphError
 LIBRARY = torch.library.Library("graphs_test", "DEF")
 LIBRARY.define("put(Tensor(a!) cache, Tensor slots, Tensor value) -> ()")
 LIBRARY.define("count_and_scale(Tensor(a!) counter, Tensor x) -> Tensor")
+LIBRARY.define("product(Tensor x, Tensor w) -> Tensor")
 LIBRARY.define("positive(Tensor x) -> Tensor")
 LIBRARY.define("liar(Tensor x) -> Tensor")
 LIBRARY.define("noisy(Tensor x) -> Tensor")
@@ -42,6 +43,7 @@ def _liar(x: Tensor) -> Tensor:
     return x * 2
 
 
+LIBRARY.impl("product", lambda x, w: (x @ w).float(), "CPU")
 LIBRARY.impl("put", _put, "CPU")
 LIBRARY.impl("count_and_scale", _count_and_scale, "CPU")
 LIBRARY.impl("positive", _positive, "CPU")
@@ -192,6 +194,12 @@ def write_through_old_alias(x: Tensor) -> Tensor:
     return doubled + SHARED
 
 
+def write_after_last_use(x: Tensor) -> Tensor:
+    result = x + SHARED
+    ALIAS[0] += 1
+    return result
+
+
 ALIAS = SHARED.numpy()
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -205,6 +213,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "numpy write": (lambda x: (x + 1).numpy().fill(3), r"numpy\(\)"),
     "address taken": (lambda x: x.data_ptr(), r"data_ptr\(\)"),
     "write through an alias made before": (write_through_old_alias, "changed without an operation"),
+    "write through an alias after the last use": (write_after_last_use, "the callable changed without"),
     "boolean index": (lambda x: x[x > 0], "shape depends on data"),
     "boolean index with several values": (
         lambda x: x.clone().index_put_((x > 0,), x[:2] * 1),
@@ -327,6 +336,33 @@ def test_inference_mode_and_autocast_around_capture_or_replay_change_nothing() -
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         graph.replay()
     assert torch.equal(graph.outputs, expected)
+
+
+def test_a_custom_operation_replays_without_the_callers_autocast() -> None:
+    x = torch.randn(4, 6)
+    graph = CpuGraph.capture(lambda: OPS.product(x, W))
+    expected = OPS.product(x, W)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(OPS.product(x, W), expected)
+        graph.replay()
+    assert torch.equal(graph.outputs, expected)
+
+
+def test_an_outside_tensor_is_used_with_the_shape_it_had_at_each_operation() -> None:
+    y = torch.randn(2, 3)
+
+    def fn() -> tuple[Tensor, Tensor]:
+        first = y * 2
+        y.t_()
+        second = y * 2
+        y.t_()
+        return first, second
+
+    graph = CpuGraph.capture(fn)
+    y.normal_()
+    graph.replay()
+    assert torch.equal(graph.outputs[0], y * 2)
+    assert torch.equal(graph.outputs[1], y.t() * 2)
 
 
 def test_a_released_graph_says_so() -> None:
