@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from mainspring.kernels.activation import silu_and_mul
 from mainspring.kernels.attention import decode_attention, prefill_attention
-from mainspring.kernels.kv_cache import write_kv
 from mainspring.kernels.norm import add_rms_norm, rms_norm
-from mainspring.kernels.rope import apply_rope, rope_table
+from mainspring.kernels.rope import rope_and_cache, rope_table
 from mainspring.models.config import ModelConfig
 from mainspring.models.inputs import ModelInputs
 from mainspring.models.linear import Linear
@@ -44,17 +43,12 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, window: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate one layer's projections; `window` 0 is full attention."""
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        self.q_size, self.kv_size = config.q_size, config.kv_size
+        self.q_size, self.eps = config.q_size, config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         self.window = window
         self.qkv_proj = Linear(
             config.hidden_size,
-            self.q_size + 2 * self.kv_size,
+            config.q_size + 2 * config.kv_size,
             bias=config.qkv_bias,
             dtype=dtype,
             device=device,
@@ -66,15 +60,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, inputs: ModelInputs, cache: tuple[Tensor, Tensor], cos_sin: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes this step's keys and values into `cache` first."""
-        q, k, v = self.qkv_proj(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q = q.view(-1, self.num_heads, self.head_dim)
-        k = k.view(-1, self.num_kv_heads, self.head_dim)
-        v = v.view(-1, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, k, cos_sin, inputs.positions)
         k_cache, v_cache = cache
-        write_kv(k, v, k_cache, v_cache, inputs.slots)
+        q = rope_and_cache(
+            self.qkv_proj(x),
+            cos_sin,
+            inputs.positions,
+            inputs.slots,
+            k_cache,
+            v_cache,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+        )
         if inputs.query_starts is None:
             attended = decode_attention(
                 q, k_cache, v_cache, inputs.block_tables, inputs.seq_lens, self.scale, self.window

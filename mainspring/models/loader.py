@@ -75,9 +75,8 @@ def load_model(
     """Build the decoder on `device` and load its weights tensor by tensor, so that no second copy exists.
 
     `load_format` "auto" reads the source's weights, "dummy" fills in random ones from `seed`. `max_model_len`
-    is the longest sequence in tokens that will be run (default: what the configuration states). `pack` lets a CPU
-    store its projections in the layout that it multiplies fastest. Raises
-    `ModelError`.
+    is the longest sequence in tokens that will be run (default: what the configuration states). `pack` lets a
+    CPU store its projections in the layout that it multiplies fastest. Raises `ModelError`.
     """
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"load_format {load_format!r} is not known; choose auto or dummy")
