@@ -41,16 +41,17 @@ def _signed(value: int) -> int:
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """Shift int32 right, filling with zeros as for unsigned integers."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
     """Scramble int32 values (taken as unsigned, wrapping); a bijection."""
     x = x ^ _shifted(x, 16)
-    x = x * _signed(MULTIPLIER_1)
-    x = x ^ _shifted(x, 15)
-    x = x * _signed(MULTIPLIER_2)
-    return x ^ _shifted(x, 16)
+    x *= _signed(MULTIPLIER_1)
+    x ^= _shifted(x, 15)
+    x *= _signed(MULTIPLIER_2)
+    x ^= _shifted(x, 16)
+    return x
 
 
 def row_keys(seeds: Tensor, choices: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,18 +93,21 @@ def random_bits(key_1: Tensor, key_2: Tensor, ids: Tensor) -> Tensor:
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:
     """Turn 32 random bits (int32) into a standard Gumbel variable, fp32 and finite."""
-    whole = (bits.long() & 0xFFFFFFFF).to(torch.float32)
-    v = torch.clamp(torch.clamp(whole, min=0.5) * 2.0**-32, max=LARGEST_V)
+    whole = bits.long().bitwise_and_(0xFFFFFFFF).to(torch.float32)
+    v = whole.clamp_(min=0.5).mul_(2.0**-32).clamp_(max=LARGEST_V)
     series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
-    exponential = torch.where(v < SERIES_BELOW, series, -torch.log(1.0 - v))
-    return -torch.log(exponential)
+    exponential = torch.where(v < SERIES_BELOW, series, (1.0 - v).log_().neg_())
+    return exponential.log_().neg_()
 
 
-def gumbel_noise(seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return the Gumbel noise of every token id for every row, ``[batch, vocab_size]`` fp32.
+def gumbel_noise(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Return the Gumbel noise of some token ids for every row, ``[batch, len(ids)]`` fp32.
 
-    Arguments as in :func:`row_keys`.
+    Args:
+        seeds: as in :func:`row_keys`, like the next two.
+        choices: likewise.
+        positions: likewise.
+        ids: ``[n]`` int32 token ids.
     """
     key_1, key_2 = row_keys(seeds, choices, positions)
-    ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
     return gumbel_from_bits(random_bits(key_1.unsqueeze(1), key_2.unsqueeze(1), ids))

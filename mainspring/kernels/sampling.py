@@ -1,10 +1,7 @@
 """Choosing the next token from logits: arg-max, or a stateless draw with temperature, min-p, top-k and top-p.
 
-What a row may draw is defined by order: sort its logits from the highest down, equal ones by id. ``min_p``
-keeps the ids whose probability is at least ``min_p`` times the highest, ``top_k`` the first k of those, and
-``top_p`` the shortest beginning of what is left whose probability mass reaches ``top_p`` of it (at least one
-id). So what is kept is always a beginning of that order, given by its last entry, the *cut*: a logit and an
-id. Masses are summed in fixed point, so that they do not depend on the order of summation.
+What a row may draw is defined in :mod:`mainspring.kernels.filters`, where its random numbers come from in
+:mod:`mainspring.kernels.noise`.
 """
 
 from __future__ import annotations
@@ -12,61 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mainspring.kernels.filters import drawable_ids, filter_cut_reference, may_draw, scaled_logits
 from mainspring.kernels.library import register
-from mainspring.kernels.noise import gumbel_noise
-
-#: Probabilities relative to the highest are summed as integers of this many fraction bits.
-MASS_BITS = 40
+from mainspring.kernels.noise import gumbel_from_bits, gumbel_noise, random_bits, row_keys
 
 
 def greedy_reference(logits: Tensor) -> Tensor:
     """What :func:`greedy` computes, in plain torch: the first of the highest."""
     return logits.argmax(dim=-1)
-
-
-def scaled_logits(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return ``(logits - highest) / temperature``, ``[batch, vocab]`` fp32, at most 0.
-
-    A temperature of 0 counts as 1. Subtracting first keeps tiny temperatures finite where it matters; the
-    highest is 0 even where it is infinite.
-    """
-    wide = logits.float()
-    highest = wide.amax(dim=-1, keepdim=True)
-    divisor = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-    return torch.where(wide == highest, 0.0, (wide - highest) / divisor)
-
-
-def filter_cut_reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the cut of each row: the lowest logit that may be drawn, ``[batch]`` fp32, and its id, int32.
-
-    An id may be drawn if its logit is higher, or equal with an id not above the cut's. No data-dependent
-    shapes; by a full sort. Arguments as in :func:`sample`.
-    """
-    vocab_size = logits.shape[-1]
-    ordered, ids = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
-    scaled = scaled_logits(ordered, temperature)
-    count = (scaled >= min_p.float().clamp(max=1.0).log().unsqueeze(1)).sum(dim=-1)
-    count = torch.where(min_p > 0, count, vocab_size)
-    limit = top_k.long()
-    count = torch.where(limit > 0, torch.minimum(limit, count), count).clamp_(min=1)
-    rank = torch.arange(vocab_size, device=logits.device)
-    mass = torch.where(rank < count.unsqueeze(1), (scaled.exp() * 2.0**MASS_BITS).long(), 0)
-    up_to = mass.cumsum(dim=-1)
-    wanted = top_p.double() * up_to[:, -1].double()
-    reached = ((up_to - mass).double() < wanted.unsqueeze(1)).sum(dim=-1)
-    count = torch.where(top_p < 1.0, torch.minimum(reached, count), count).clamp_(min=1)
-    last = (count - 1).unsqueeze(1)
-    return ordered.gather(1, last).squeeze(1), ids.gather(1, last).squeeze(1).to(torch.int32)
-
-
-def may_draw(logits: Tensor, cut_logit: Tensor, cut_id: Tensor) -> Tensor:
-    """Return ``[batch, vocab]`` bool: the ids that a cut leaves; see :func:`filter_cut_reference`."""
-    wide = logits.float()
-    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    edge = cut_logit.unsqueeze(1)
-    return (wide > edge) | ((wide == edge) & (ids <= cut_id.unsqueeze(1)))
 
 
 def sample_reference(
@@ -81,7 +31,8 @@ def sample_reference(
     filters: bool = True,
 ) -> Tensor:
     """What :func:`sample` computes, in plain torch and with no data-dependent shape."""
-    scores = scaled_logits(logits, temperature) + gumbel_noise(seeds, choices, positions, logits.shape[-1])
+    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    scores = scaled_logits(logits, temperature) + gumbel_noise(seeds, choices, positions, ids)
     if filters:
         cut_logit, cut_id = filter_cut_reference(logits, temperature, top_k, top_p, min_p)
         scores = scores.masked_fill(~may_draw(logits, cut_logit, cut_id), -torch.inf)
@@ -100,22 +51,25 @@ def sample_by_need(
     filters: bool = True,
 ) -> Tensor:
     """The tokens of :func:`sample_reference`, doing for each row only what its settings ask for."""
-    tokens = greedy_reference(logits)
-    random = [row for row, value in enumerate(temperature.tolist()) if value > 0]
-    if not random:
-        return tokens
-    rows = torch.tensor(random, device=logits.device)
-    settings = [tensor[rows] for tensor in (temperature, top_k, top_p, min_p)]
-    picked = logits[rows]
-    scores = scaled_logits(picked, settings[0])
-    scores += gumbel_noise(seeds[rows], choices[rows], positions[rows], logits.shape[-1])
-    _, k, p, low = settings
-    filtered = ((k > 0) | (p < 1.0) | (low > 0)).nonzero().squeeze(1)
-    if filters and filtered.numel():
-        some = picked[filtered]
-        cut_logit, cut_id = filter_cut_reference(some, *(setting[filtered] for setting in settings))
-        scores[filtered] = scores[filtered].masked_fill_(~may_draw(some, cut_logit, cut_id), -torch.inf)
-    tokens[rows] = scores.argmax(dim=-1)
+    if not bool((temperature > 0).any()):
+        return greedy_reference(logits)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    key_1, key_2 = row_keys(seeds, choices, positions)
+    everything = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    for row, value in enumerate(temperature.tolist()):
+        one = slice(row, row + 1)
+        if value <= 0:
+            tokens[row] = logits[row].argmax()
+            continue
+        kept = None
+        if filters:
+            kept = drawable_ids(logits[one], temperature[one], top_k[one], top_p[one], min_p[one])
+        ids = everything if kept is None else kept.to(torch.int32)
+        # The row's highest is always among those kept, so that what is left scales as the whole does.
+        scores = scaled_logits(logits[one] if kept is None else logits[one, kept], temperature[one])
+        scores += gumbel_from_bits(random_bits(key_1[one], key_2[one], ids))
+        best = scores[0].argmax()
+        tokens[row] = best if kept is None else kept[best]
     return tokens
 
 

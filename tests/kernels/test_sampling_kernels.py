@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from naive_formulas import naive_kept
 
 from mainspring.kernels import greedy, mask_stop_ids, sample
-from mainspring.kernels.sampling import filter_cut_reference, may_draw, sample_reference
+from mainspring.kernels.filters import descending_order, filter_cut_reference, may_draw
+from mainspring.kernels.sampling import sample_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -78,7 +79,9 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -torch.inf, 0.2])
     draws = 20_000
     for varied in ("positions", "seeds"):
-        tokens = draw(logits.expand(draws, -1), temperature=temperature, **{varied: range(draws)})
+        tokens = draw(
+            logits.expand(draws, -1), sample_reference, temperature=temperature, **{varied: range(draws)}
+        )
         seen = torch.bincount(tokens, minlength=8).double()
         expected = torch.softmax(logits.double() / temperature, 0) * draws
         assert seen[6] == 0
@@ -90,7 +93,7 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
 
 def test_frequencies_after_top_k_are_those_of_what_is_left() -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
-    tokens = draw(logits.expand(20_000, -1), top_k=3, positions=range(20_000))
+    tokens = draw(logits.expand(20_000, -1), sample_reference, top_k=3, positions=range(20_000))
     seen = torch.bincount(tokens, minlength=5).double()
     expected = torch.softmax(logits[:3].double(), 0) * 20_000
     assert seen[3:].sum() == 0
@@ -143,9 +146,11 @@ def test_what_may_be_drawn_is_the_definition(
 @settings(max_examples=25)
 @given(data=st.data())
 def test_the_quick_path_draws_what_the_reference_draws(data: st.DataObject) -> None:
-    batch = data.draw(st.integers(1, 6))
+    batch = data.draw(st.integers(1, 5))
     dtype = data.draw(st.sampled_from(DTYPES))
-    logits = (torch.randn(batch, data.draw(st.integers(1, 200))) * 3).to(dtype)
+    logits = (torch.randn(batch, data.draw(st.sampled_from([1, 9, 200, 900]))) * 3).to(dtype)
+    if data.draw(st.booleans()):
+        logits = logits.round()
 
     def rows(strategy: st.SearchStrategy[Any]) -> list[Any]:
         return data.draw(st.lists(strategy, min_size=batch, max_size=batch))
@@ -159,6 +164,17 @@ def test_the_quick_path_draws_what_the_reference_draws(data: st.DataObject) -> N
         "positions": rows(st.integers(0, 10_000)),
     }
     assert torch.equal(draw(logits, **settings), draw(logits, function=sample_reference, **settings))
+
+
+@pytest.mark.parametrize("vocab", [40, 40_000])
+def test_the_order_is_that_of_a_stable_sort(vocab: int) -> None:
+    logits = torch.randn(2, vocab)
+    logits[1] = torch.randint(-3, 4, (vocab,)) / 2
+    logits[0, [3, 20, 30]] = torch.tensor([-torch.inf, torch.inf, -torch.inf])
+    logits[1, 5::9] *= -0.0
+    ordered, ids = descending_order(logits)
+    right = torch.sort(logits, dim=-1, descending=True, stable=True)
+    assert torch.equal(ids, right.indices) and torch.equal(ordered, right.values)
 
 
 def test_masked_logits_are_never_drawn_and_a_row_of_nothing_else_is_harmless() -> None:

@@ -57,7 +57,7 @@ def test_the_hash_is_the_references_bit_for_bit() -> None:
     key_1, key_2 = noise.row_keys(seeds, choices, positions)
     ids = torch.arange(1024, dtype=torch.int32, device=DEVICE)
     assert torch.equal(bits, noise.random_bits(key_1.unsqueeze(1), key_2.unsqueeze(1), ids))
-    expected = noise.gumbel_noise(seeds, choices, positions, 1024)
+    expected = noise.gumbel_noise(seeds, choices, positions, ids)
     torch.testing.assert_close(gumbel, expected, rtol=1e-5, atol=1e-5)
 
 

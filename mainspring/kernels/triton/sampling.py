@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainspring.kernels.sampling import filter_cut_reference
+from mainspring.kernels.filters import filter_cut_reference
 from mainspring.kernels.triton.noise import gumbel_from_bits, random_bits
 
 _TILE = 2048
