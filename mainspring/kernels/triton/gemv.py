@@ -61,14 +61,24 @@ def fetch_chunk(
 
 
 @triton.jit
-def read_x(x_ptr, norm_ptr, row, k0, stride_x, K: tl.constexpr, BLOCK_K: tl.constexpr, PROLOGUE: tl.constexpr):
+def read_gain(norm_ptr, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, PROLOGUE: tl.constexpr):
+    """RMSNorm's weight for a chunk, [1, BLOCK_K]; it never changes, so it may be read before the wait."""
+    if PROLOGUE == 1:
+        columns = (k0 + tl.arange(0, BLOCK_K))[None, :]
+        return tl.load(norm_ptr + columns, mask=columns < K, other=0.0)
+    else:
+        return 0
+
+
+@triton.jit
+def read_x(x_ptr, gain, row, k0, stride_x, K: tl.constexpr, BLOCK_K: tl.constexpr, PROLOGUE: tl.constexpr):
     """A [1, BLOCK_K] chunk of the prepared input in fp32, and the chunk before RMSNorm's weight."""
     columns = (k0 + tl.arange(0, BLOCK_K))[None, :]
     mask = columns < K
     base = x_ptr + row * stride_x
     x = tl.load(base + columns, mask=mask, other=0.0).to(tl.float32)
     if PROLOGUE == 1:
-        return x * tl.load(norm_ptr + columns, mask=mask, other=0.0).to(tl.float32), x
+        return x * gain.to(tl.float32), x
     elif PROLOGUE == 2:
         up = tl.load(base + K + columns, mask=mask, other=0.0).to(tl.float32)
         return silu(x) * up, x
@@ -77,12 +87,28 @@ def read_x(x_ptr, norm_ptr, row, k0, stride_x, K: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
+def read_beside(
+    tile, row, bias_ptr, residual_ptr, stride_residual,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """What is added to a tile's sums for one row of x; read before the sums so as not to wait for it after."""
+    rows = weight_rows(tile, N, BLOCK_N, PAIRED)
+    row_mask = rows_exist(tile, N, BLOCK_N, PAIRED)
+    addition = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        addition += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        addition += tl.load(residual_ptr + row * stride_residual + rows, mask=row_mask, other=0.0).to(tl.float32)
+    return addition
+
+
+@triton.jit
 def finish_tile(
-    sums, squares, best_value, best_index, tile,
-    scale_ptr, y_ptr, bias_ptr, residual_ptr, stride_y, stride_residual, eps,
+    sums, squares, additions, best_value, best_index, tile,
+    scale_ptr, y_ptr, stride_y, eps,
     out_type: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
     BLOCK_N: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Add up a tile's products over K and store them, or keep the best of each row of x."""
     rows = weight_rows(tile, N, BLOCK_N, EPILOGUE == 1)
@@ -94,9 +120,7 @@ def finish_tile(
         if PROLOGUE == 1:
             mean = tl.sum(tl.sum(squares[m], axis=1), axis=0) / K
             total = total * (1.0 / tl.sqrt(mean + eps))
-        total = scale_rows(total, scale_ptr, rows, row_mask, KIND)
-        if HAS_BIAS:
-            total += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
+        total = scale_rows(total, scale_ptr, rows, row_mask, KIND) + additions[m]
         if EPILOGUE == 1:
             outputs = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             gate, up = tl.split(tl.reshape(total, [BLOCK_N // 2, 2]))
@@ -109,9 +133,6 @@ def finish_tile(
             new_value = new_value + (tl.where(better, top, best_value[m]),)
             new_index = new_index + (tl.where(better, where, best_index[m]),)
         else:
-            if HAS_RESIDUAL:
-                beside = tl.load(residual_ptr + m * stride_residual + rows, mask=row_mask, other=0.0)
-                total += beside.to(tl.float32)
             tl.store(y_ptr + m * stride_y + rows, total.to(out_type), mask=row_mask)
     if EPILOGUE == 2:
         return new_value, new_index
@@ -141,6 +162,9 @@ def _gemv_kernel(
         ahead = ahead + (
             fetch_chunk(w_ptr, pid, c * BLOCK_K, stride_w, N, K, BLOCK_N, BLOCK_K, PAIRED, False, EVICT),
         )
+    gains = ()
+    for c in tl.static_range(CHUNKS):
+        gains = gains + (read_gain(norm_ptr, c * BLOCK_K, K, BLOCK_K, PROLOGUE),)
     pdl_launch_dependents(PDL)
     pdl_wait(PDL and WAIT)
 
@@ -154,7 +178,13 @@ def _gemv_kernel(
         tile = pid + turn * PROGRAMS
         sums = ()
         squares = ()
-        for _m in tl.static_range(M):
+        additions = ()
+        for m in tl.static_range(M):
+            additions = additions + (
+                read_beside(
+                    tile, m, bias_ptr, residual_ptr, stride_residual, N, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL
+                ),
+            )
             sums = sums + (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)
             squares = squares + (tl.zeros([1, BLOCK_K], tl.float32),)
         for c in tl.static_range(CHUNKS):
@@ -176,7 +206,7 @@ def _gemv_kernel(
             new_sums = ()
             new_squares = ()
             for m in tl.static_range(M):
-                prepared, plain = read_x(x_ptr, norm_ptr, m, c * BLOCK_K, stride_x, K, BLOCK_K, PROLOGUE)
+                prepared, plain = read_x(x_ptr, gains[c], m, c * BLOCK_K, stride_x, K, BLOCK_K, PROLOGUE)
                 product = w * prepared
                 if INNER:
                     product = tl.sum(tl.reshape(product, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
@@ -188,9 +218,8 @@ def _gemv_kernel(
             sums = new_sums
             squares = new_squares
         best_value, best_index = finish_tile(
-            sums, squares, best_value, best_index, tile,
-            scale_ptr, y_ptr, bias_ptr, residual_ptr, stride_y, stride_residual, eps,
-            x_ptr.dtype.element_ty, M, N, K, KIND, BLOCK_N, PROLOGUE, EPILOGUE, HAS_BIAS, HAS_RESIDUAL,
+            sums, squares, additions, best_value, best_index, tile,
+            scale_ptr, y_ptr, stride_y, eps, x_ptr.dtype.element_ty, M, N, K, KIND, BLOCK_N, PROLOGUE, EPILOGUE,
         )  # fmt: skip
 
     if EPILOGUE == 2:

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mainspring.kernels.triton.gemv_common import launch
+from mainspring.kernels.triton.gemv_common import Prologue, launch
 from mainspring.kernels.triton.gemv_plan import LaunchPlan
 
 
@@ -66,26 +66,40 @@ def fetch_weights(
 
 
 @gluon.jit
+def read_gain(
+    norm_ptr, k0, layout: gl.constexpr, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
+    PROLOGUE: gl.constexpr,
+):  # fmt: skip
+    """RMSNorm's weight for a chunk, [SPLIT_K, 1, BLOCK_K / SPLIT_K]; it never changes, so it may be read early."""
+    SLICE: gl.constexpr = BLOCK_K // SPLIT_K
+    part = gl.arange(0, SPLIT_K, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    inside = gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    columns = k0 + part * SLICE + inside
+    if PROLOGUE == 1:
+        return gl.load(norm_ptr + columns, mask=columns < K, other=0.0)
+    else:
+        return 0
+
+
+@gluon.jit
 def read_x(
-    x_ptr, norm_ptr, k0, stride_x, layout: gl.constexpr,
+    x_ptr, gain, k0, stride_x, layout: gl.constexpr,
     M: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
     PROLOGUE: gl.constexpr,
 ):  # fmt: skip
-    """A chunk of x as [SPLIT_K, ROWS, BLOCK_K / SPLIT_K], and its sums of squares for NORM."""
+    """A chunk of x as [SPLIT_K, ROWS, BLOCK_K / SPLIT_K], and its squares before RMSNorm's weight."""
     SLICE: gl.constexpr = BLOCK_K // SPLIT_K
     part = gl.arange(0, SPLIT_K, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     inside = gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     columns = k0 + part * SLICE + inside
     pointers = x_ptr + rows * stride_x + columns
-    exists = columns < K
-    mask = exists & (rows < M)
+    mask = (columns < K) & (rows < M)
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     stored = gl.load(pointers, mask=mask, other=0.0)
     if PROLOGUE == 1:
         x = stored.to(gl.float32)
-        weight = gl.load(norm_ptr + columns, mask=exists, other=0.0).to(gl.float32)
-        return (x * weight).to(dtype), gl.sum(x * x, axis=2)
+        return (x * gain.to(gl.float32)).to(dtype), x * x
     elif PROLOGUE == 2:
         up = gl.load(pointers + K, mask=mask, other=0.0).to(gl.float32)
         return (silu(stored.to(gl.float32)) * up).to(dtype), 0
@@ -95,29 +109,52 @@ def read_x(
 
 @gluon.jit
 def stage_x(
-    staged, x_ptr, norm_ptr, stride_x, eps, layout: gl.constexpr,
+    staged, x_ptr, gains, stride_x, eps, layout: gl.constexpr,
     M: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
     CHUNKS: gl.constexpr, PROLOGUE: gl.constexpr,
 ):  # fmt: skip
     """Put all of the prepared x into shared memory, each element touched by one thread; RMSNorm's factor of a row."""
-    squares = gl.zeros([SPLIT_K, ROWS], gl.float32, gl.SliceLayout(2, layout))
+    squares = gl.zeros([SPLIT_K, ROWS, BLOCK_K // SPLIT_K], gl.float32, layout)
     for c in gl.static_range(CHUNKS):
         x, chunk_squares = read_x(
-            x_ptr, norm_ptr, c * BLOCK_K, stride_x, layout, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
+            x_ptr, gains[c], c * BLOCK_K, stride_x, layout, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
         )
         staged.index(c).store(x)
         if PROLOGUE == 1:
             squares += chunk_squares
-    return 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)
+    return 1.0 / gl.sqrt(gl.sum(gl.sum(squares, axis=2), axis=0) / K + eps)
+
+
+@gluon.jit
+def read_beside(
+    tile, gather: gl.constexpr, scale_ptr, bias_ptr, residual_ptr, stride_residual,
+    M: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, PADDED: gl.constexpr, BLOCK_N: gl.constexpr,
+    PAIRED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """What a tile's sums are multiplied with and what is added to them; read before the sums so as not to wait after."""
+    layout: gl.constexpr = gl.SliceLayout(0, gather)
+    batch = gl.arange(0, PADDED, layout=gl.SliceLayout(1, layout))[:, None]
+    local = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
+    rows = tile_rows(tile, local, N, BLOCK_N, PAIRED)
+    exists = tile_rows_exist(tile, local, N, BLOCK_N, PAIRED)
+    factor = gl.full([1, BLOCK_N], 1.0, gl.float32, layout)
+    if KIND == 1:
+        factor = gl.load(scale_ptr + rows, mask=exists, other=0.0)
+    addition = gl.zeros([PADDED, BLOCK_N], gl.float32, layout)
+    if HAS_BIAS:
+        addition += gl.load(bias_ptr + rows, mask=exists, other=0.0).to(gl.float32)
+    if HAS_RESIDUAL:
+        offsets = batch * stride_residual + rows
+        addition += gl.load(residual_ptr + offsets, mask=(batch < M) & exists, other=0.0).to(gl.float32)
+    return factor, addition
 
 
 @gluon.jit
 def finish_tile(
-    acc, scale, best_value, best_index, tile, gather: gl.constexpr,
-    scale_ptr, y_ptr, bias_ptr, residual_ptr, stride_y, stride_residual, out_type: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, PADDED: gl.constexpr,
+    acc, scale, factor, addition, best_value, best_index, tile, gather: gl.constexpr,
+    y_ptr, stride_y, out_type: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, PADDED: gl.constexpr,
     BLOCK_N: gl.constexpr, PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """Add up the warps' slices of a tile and store them, or keep the best of each row of x."""
     PAIRED: gl.constexpr = EPILOGUE == 1
@@ -129,10 +166,7 @@ def finish_tile(
     exists = tile_rows_exist(tile, local, N, BLOCK_N, PAIRED)
     if PROLOGUE == 1:
         total = total * gl.convert_layout(scale, gl.SliceLayout(1, layout))[:, None]
-    if KIND == 1:
-        total = total * gl.load(scale_ptr + rows, mask=exists, other=0.0)[None, :]
-    if HAS_BIAS:
-        total += gl.load(bias_ptr + rows, mask=exists, other=0.0).to(gl.float32)[None, :]
+    total = total * factor + addition
     if EPILOGUE == 1:
         gate, up = gl.split(gl.reshape(total, [PADDED, BLOCK_N // 2, 2]))
         out = silu(gate) * up
@@ -151,9 +185,6 @@ def finish_tile(
         return gl.where(better, top, best_value), gl.where(better, where, best_index)
     else:
         keep = (batch[:, None] < M) & exists[None, :]
-        if HAS_RESIDUAL:
-            offsets = batch[:, None] * stride_residual + rows[None, :]
-            total += gl.load(residual_ptr + offsets, mask=keep, other=0.0).to(gl.float32)
         gl.store(y_ptr + batch[:, None] * stride_y + rows[None, :], total.to(out_type), mask=keep)
         return best_value, best_index
 
@@ -206,6 +237,10 @@ def _mma_kernel(
                 w_ptr, pid, c * BLOCK_K, stride_w, right, N, K, BLOCK_N, BLOCK_K, SPLIT_K, PAIRED, False, EVICT
             ),
         )
+    gains = ()
+    if STAGED:
+        for c in gl.static_range(CHUNKS):
+            gains = gains + (read_gain(norm_ptr, c * BLOCK_K, spread, K, BLOCK_K, SPLIT_K, PROLOGUE),)
     if PDL:
         gdc_launch_dependents()
         if WAIT:
@@ -216,13 +251,17 @@ def _mma_kernel(
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         staged = gl.allocate_shared_memory(dtype, [CHUNKS, SPLIT_K, ROWS, SLICE], flat)
         scale = stage_x(
-            staged, x_ptr, norm_ptr, stride_x, eps, spread, M, K, ROWS, BLOCK_K, SPLIT_K, CHUNKS, PROLOGUE
+            staged, x_ptr, gains, stride_x, eps, spread, M, K, ROWS, BLOCK_K, SPLIT_K, CHUNKS, PROLOGUE
         )
 
     best_value = gl.full([PADDED], float("-inf"), gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, gather)))
     best_index = gl.full([PADDED], 0x7FFFFFFF, gl.int32, gl.SliceLayout(1, gl.SliceLayout(0, gather)))
     for turn in range(ROUNDS):
         tile = pid + turn * PROGRAMS
+        factor, addition = read_beside(
+            tile, gather, scale_ptr, bias_ptr, residual_ptr, stride_residual,
+            M, N, KIND, PADDED, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
         sums = ()
         for c in gl.static_range(SUMS):
             sums = sums + (gl.zeros([SPLIT_K, PADDED, BLOCK_N], gl.float32, units),)
@@ -245,11 +284,12 @@ def _mma_kernel(
             if STAGED:
                 x = staged.index(c).load(left)
             else:
+                gain = read_gain(norm_ptr, c * BLOCK_K, left, K, BLOCK_K, SPLIT_K, PROLOGUE)
                 x, chunk_squares = read_x(
-                    x_ptr, norm_ptr, c * BLOCK_K, stride_x, left, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
+                    x_ptr, gain, c * BLOCK_K, stride_x, left, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
                 )
                 if PROLOGUE == 1:
-                    squares += chunk_squares
+                    squares += gl.sum(chunk_squares, axis=2)
             if M == 1:
                 x = x.broadcast_to([SPLIT_K, PADDED, SLICE])
             if KIND == 1:
@@ -262,9 +302,8 @@ def _mma_kernel(
         if PROLOGUE == 1 and not STAGED:
             scale = 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)
         best_value, best_index = finish_tile(
-            acc, scale, best_value, best_index, tile, gather,
-            scale_ptr, y_ptr, bias_ptr, residual_ptr, stride_y, stride_residual, dtype,
-            M, N, KIND, PADDED, BLOCK_N, PROLOGUE, EPILOGUE, HAS_BIAS, HAS_RESIDUAL,
+            acc, scale, factor, addition, best_value, best_index, tile, gather,
+            y_ptr, stride_y, dtype, M, N, PADDED, BLOCK_N, PROLOGUE, EPILOGUE,
         )  # fmt: skip
 
     if EPILOGUE == 2:
@@ -282,7 +321,7 @@ def launch_mma(plan: LaunchPlan, arguments: tuple[Any, ...]) -> None:
         "PROGRAMS": plan.programs,
         "SPLIT_K": tile.split_k,
         "WARPS": tile.warps,
-        "STAGED": tile.inner and plan.rows == 1,
+        "STAGED": plan.rows == 1 and (tile.inner or plan.prologue != Prologue.PLAIN),
     }
     launch(_mma_kernel, plan.programs, arguments, constants,
            warps=tile.warps, pdl=plan.pdl, compile_only=plan.compile_only)  # fmt: skip
