@@ -373,7 +373,9 @@ def main() -> None:
     begin = time.monotonic()
     compilers = Compilers() if torch.cuda.is_available() else None
     device = torch.device("cuda")
-    pool = torch.empty(max(SHAPES[name].step_bytes for name in options.models) // 2, dtype=torch.bfloat16, device=device)
+    pool = torch.empty(
+        max(SHAPES[name].step_bytes for name in options.models) // 2, dtype=torch.bfloat16, device=device
+    )
     pool.normal_()
     bandwidth = read_bandwidth(pool)
     result: dict[str, Any] = {
@@ -394,7 +396,9 @@ def main() -> None:
         share = time.monotonic() + left / min(3, len(pairs) - position)
         try:
             weights = StepWeights.draw(SHAPES[name], pool)
-            result["sweeps"].append(Sweep(weights, rows, bandwidth, share, options.candidates, compilers, options.kernels).report())
+            result["sweeps"].append(
+                Sweep(weights, rows, bandwidth, share, options.candidates, compilers, options.kernels).report()
+            )
         except Exception:
             print(f"{name}, {rows} rows failed:\n{traceback.format_exc()[-1500:]}")
         options.out.mkdir(parents=True, exist_ok=True)

@@ -130,8 +130,8 @@ class EngineCore:
     def step(self) -> list[Answer]:
         """Schedule and launch one step if there is one, and read back the oldest if enough are under way.
 
-        Returns the answers that got tokens. A failure of the device ends the engine: this call and all later ones
-        raise ``EngineError``.
+        Returns the answers that got tokens. Whatever a step raises, every request under way is aborted and the engine
+        goes on, unless the device itself is lost: then all later calls raise ``EngineError``.
         """
         self._check_alive()
         try:
@@ -141,10 +141,23 @@ class EngineCore:
                     self._in_flight.append(self.runner.launch(plan))
             if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
                 return self._read_back(self._in_flight.popleft())
-        except Exception as error:
-            self._failure = error
+        except BaseException as error:
+            self._recover(error)
             raise
         return []
+
+    def _recover(self, error: BaseException) -> None:
+        """After a step that failed midway: nothing half made stays, neither here nor on the device."""
+        self._in_flight.clear()
+        for answer, choice in self._choices.values():
+            choice.end("abort")
+            logger.error("request %s was aborted: a step failed with %r", answer.request_id, error)
+        self._choices.clear()
+        self.scheduler.abort_all()
+        try:
+            self.runner.resynchronize()
+        except Exception as lost:
+            self._failure = lost
 
     def close(self) -> None:
         """End every request and give back the KV cache, the recordings and the model."""

@@ -209,6 +209,10 @@ class ModelRunner:
         inputs = self._prefill_inputs(torch.zeros_like(positions), positions, null, null[:1], bounds, bounds[1:])
         self.model.compute_logits(self.model(inputs, self.step.kv_cache)[:1], out=self.logits[:1])
 
+    def resynchronize(self) -> None:
+        """Wait for the device and take over its count of steps, after a launch that may have been cut short."""
+        self._steps_launched = int(self.ring.step.item())
+
     def _read_ring(self, count: int) -> Download:
         entry = self.ring.entries[self._steps_launched % RING_STEPS, :count]
         self._steps_launched += 1

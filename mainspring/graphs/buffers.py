@@ -193,9 +193,7 @@ class FixedBuffers(Mapping[str, Tensor]):
 
     def _refuse_taken(self, name: str) -> None:
         if name in self._getters:
-            raise GraphError(
-                f"a buffer named {name!r} exists already; choose another name or remove it first"
-            )
+            raise GraphError(f"a buffer named {name!r} exists already; choose another name or remove it first")
 
     def _enter(self, name: str, getter: Callable[[], Tensor]) -> None:
         self._recorded[name] = Signature.of(getter())

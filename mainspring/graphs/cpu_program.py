@@ -188,9 +188,7 @@ class Program:
         def memory(index: int) -> torch.UntypedStorage:
             if index not in made:
                 storage, start = self.storages[index], self.offsets[index]
-                made[index] = (
-                    storage.pinned if storage.pinned is not None else arena[start : start + storage.nbytes]
-                )
+                made[index] = storage.pinned if storage.pinned is not None else arena[start : start + storage.nbytes]
             return made[index]
 
         def resolve(value: Any) -> Any:

@@ -111,18 +111,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"Compute random numbers from a seed and a counter that are tensors"
             )
         self._memory.observe(written)
-        self._memory.verify(
-            tensors, lambda: f"{name} wrote into an argument that its schema does not declare"
-        )
+        self._memory.verify(tensors, lambda: f"{name} wrote into an argument that its schema does not declare")
         outputs = list(result) if isinstance(result, (list, tuple)) else [result]
         outputs = [item for out in outputs for item in (out if isinstance(out, (list, tuple)) else [out])]
         strangers = [out.device for out in tensors_in(outputs) if out.device.type != "cpu"]
         if strangers:
             raise CaptureError(f"{name} makes a tensor on {strangers[0]}; a CPU recording is of CPU tensors")
         if outputs and not any(isinstance(out, Tensor) or out is None for out in outputs):
-            raise CaptureError(
-                f"{name} gives a Python value, which a recording would freeze; keep it in a tensor"
-            )
+            raise CaptureError(f"{name} gives a Python value, which a recording would freeze; keep it in a tensor")
 
         metadata_only = torch.Tag.inplace_view in func.tags
         for tensor, (identity, nbytes, shape) in zip(written, before, strict=True):
@@ -169,9 +165,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Record an operation that makes new tensors: as a copy, through out=, or as run and copy."""
         made = [out for out in fresh if out is not None]
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) and self._try_copy(
-            args, made[0]
-        ):
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) and self._try_copy(args, made[0]):
             self._adopt(fresh)
             self._copy(name, made[0], frozen_args[0])
             return

@@ -71,9 +71,7 @@ def refuse(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str,
         )
     for tensor in (*tensors_in(args), *tensors_in(kwargs)):
         if tensor.device.type != "cpu":
-            raise CaptureError(
-                f"{name} uses a tensor on {tensor.device}; a CPU recording holds CPU tensors only"
-            )
+            raise CaptureError(f"{name} uses a tensor on {tensor.device}; a CPU recording holds CPU tensors only")
     if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
         raise CaptureError(
             f"{name} takes a generator, whose state would not be part of the recording; compute random "

@@ -32,8 +32,10 @@ class CudaGraph:
         pool_bytes_added: bytes by which the allocator's reserve grew during the capture.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: GraphPool, outputs: Any) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int, int], outputs: Any) -> None:
         self.pool = pool
+        self._handle = handle
+        pool.add_graph(handle)
         self.seconds = 0.0
         self.pool_bytes_added = 0
         self._graph: torch.cuda.CUDAGraph | None = graph
@@ -76,12 +78,12 @@ class CudaGraph:
                     _warm_up(fn, max(1, warmup), name)
                     torch.cuda.synchronize()
                     before = torch.cuda.memory_reserved()
-                    graph, outputs = _record(fn, pool, name)
+                    graph, handle, outputs = _record(fn, pool, name)
             finally:
                 outer.wait_stream(pool.stream)
             added = torch.cuda.memory_reserved() - before
             graph.instantiate()
-        recorded = cls(graph, pool, outputs)
+        recorded = cls(graph, pool, handle, outputs)
         recorded.pool_bytes_added = added
         recorded.seconds = time.perf_counter() - started
         return recorded
@@ -134,12 +136,18 @@ class CudaGraph:
         """Always false: what kernels write is not read here."""
         return False
 
+    def __del__(self) -> None:
+        # torch destroys a graph with its last reference; the pool must hear of it.
+        if getattr(self, "_graph", None) is not None:
+            self.pool.remove_graph(self._handle)
+
     def release(self) -> None:
         """Destroy the graph and let go of its memory, after everything on the device has finished."""
         if self._graph is not None:
             torch.cuda.synchronize(self.pool.device)
             self._graph.reset()
             self._graph, self._outputs, self._operations = None, None, ()
+            self.pool.remove_graph(self._handle)
 
 
 def _warm_up(fn: Callable[[], Any], runs: int, name: str) -> None:
@@ -171,7 +179,7 @@ def _synchronizing_calls_raise() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def _record(fn: Callable[[], Any], pool: GraphPool, name: str) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _record(fn: Callable[[], Any], pool: GraphPool, name: str) -> tuple[torch.cuda.CUDAGraph, tuple[int, int], Any]:
     """Capture one run of `fn` on the current stream."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     handle = pool.handle
@@ -192,7 +200,7 @@ def _record(fn: Callable[[], Any], pool: GraphPool, name: str) -> tuple[torch.cu
     except RuntimeError as error:
         _end_broken(graph, pool, handle)
         raise capture_error(name, error) from error
-    return graph, outputs
+    return graph, handle, outputs
 
 
 def _end_broken(graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int, int]) -> None:
@@ -208,6 +216,7 @@ def _end_broken(graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int,
         _BROKEN.append(graph)
     with suppress(RuntimeError):
         graph.reset()
+    pool.retire_if_empty(handle)
 
 
 def _bindings() -> Any:

@@ -18,9 +18,7 @@ def _as_size(value: object, what: str) -> int:
     try:
         size = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise LadderError(
-            f"{what} {value!r} is not an integer; give batch sizes as whole numbers >= 1"
-        ) from None
+        raise LadderError(f"{what} {value!r} is not an integer; give batch sizes as whole numbers >= 1") from None
     if size < 1:
         raise LadderError(f"{what} {size} < 1; give batch sizes as whole numbers >= 1")
     return size
@@ -83,9 +81,7 @@ class Ladder:
         """
         rows = _as_size(rows, "number of rows")
         if rows > self.top:
-            raise LadderError(
-                f"{rows} rows > top rung {self.top}; split the batch (Ladder.split) or add a rung"
-            )
+            raise LadderError(f"{rows} rows > top rung {self.top}; split the batch (Ladder.split) or add a rung")
         return self._sizes[bisect_left(self._sizes, rows)]
 
     def split(self, rows: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +74,7 @@ class GraphPool:
         self.arena = CpuArena()
         self._handle: tuple[int, int] | None = None
         self._handles: list[tuple[int, int]] = []
+        self._graphs: Counter[tuple[int, int]] = Counter()
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -90,6 +92,20 @@ class GraphPool:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._stream
+
+    def add_graph(self, handle: tuple[int, int]) -> None:
+        """A recorded graph holds memory under `handle` from now on."""
+        self._graphs[handle] += 1
+
+    def remove_graph(self, handle: tuple[int, int]) -> None:
+        """A recorded graph was destroyed. With the last of its pool torch forgets the pool, and the handle is spent."""
+        self._graphs[handle] -= 1
+        self.retire_if_empty(handle)
+
+    def retire_if_empty(self, handle: tuple[int, int]) -> None:
+        """Use a new pool from now on if no graph holds memory under `handle`, since torch has then forgotten it."""
+        if self._graphs[handle] <= 0 and self._handle == handle:
+            self._handle = None
 
     def abandon_handle(self) -> None:
         """After a broken capture: later captures use a new pool; graphs recorded before keep theirs."""

@@ -63,9 +63,7 @@ class GraphRunner:
         progress: bool = True,
     ) -> None:
         if not inputs:
-            raise GraphError(
-                f"runner {name!r} has no inputs; it needs at least one to know the number of rows"
-            )
+            raise GraphError(f"runner {name!r} has no inputs; it needs at least one to know the number of rows")
         if torch.device(device).type == "cuda":
             refuse_forked()
         self.name = name
@@ -81,8 +79,7 @@ class GraphRunner:
         self._fn = fn
         self._progress = progress
         self._inputs = {
-            key: InputBuffer(f"{name}.input.{key}", spec, ladder.top, self.buffers)
-            for key, spec in inputs.items()
+            key: InputBuffer(f"{name}.input.{key}", spec, ladder.top, self.buffers) for key, spec in inputs.items()
         }
         self._outputs = OutputBuffers(f"{name}.output", ladder.top, self.buffers)
         slot_bytes = max(1, ladder.top * max(spec.row_bytes for spec in inputs.values()))
@@ -248,8 +245,6 @@ class GraphRunner:
         for buffer in self._inputs.values():
             buffer.always_upload |= buffer.was_written() or graph.writes_to(buffer.tensor)
         self.graphs[rung] = graph
-        report = CaptureReport(
-            rung, graph.seconds, graph.num_operations, graph.pool_bytes_added, graph.nbytes
-        )
+        report = CaptureReport(rung, graph.seconds, graph.num_operations, graph.pool_bytes_added, graph.nbytes)
         self.counters.captures[rung] = report
         return report

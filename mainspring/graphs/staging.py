@@ -106,9 +106,7 @@ class Staging:
         """Number of slots."""
         return len(self._slots)
 
-    def upload(
-        self, destination: Tensor, values: Tensor | Sequence[Any], fill: float | bool | None = None
-    ) -> None:
+    def upload(self, destination: Tensor, values: Tensor | Sequence[Any], fill: float | bool | None = None) -> None:
         """Copy `values` into `destination` on the current stream, without waiting for the copy.
 
         Args:
@@ -124,13 +122,10 @@ class Staging:
         fits = source.dim() == destination.dim() > 0 and source.shape[1:] == destination.shape[1:]
         if not fits or rows > destination.shape[0] or (fill is None and rows != destination.shape[0]):
             raise GraphError(
-                f"values of shape {list(source.shape)} do not fill a destination of shape "
-                f"{list(destination.shape)}"
+                f"values of shape {list(source.shape)} do not fill a destination of shape {list(destination.shape)}"
             )
         if not destination.is_contiguous():
-            raise GraphError(
-                f"upload to a destination of stride {destination.stride()}; it must be contiguous"
-            )
+            raise GraphError(f"upload to a destination of stride {destination.stride()}; it must be contiguous")
         nbytes = destination.nbytes
         if nbytes > self.slot_bytes:
             raise GraphError(f"upload of {nbytes} bytes > slot of {self.slot_bytes} bytes; raise slot_bytes")

@@ -103,8 +103,7 @@ class InputBuffer:
         if isinstance(values, Tensor):
             if values.dim() == 0 or tuple(values.shape[1:]) != self.spec.shape:
                 raise GraphError(
-                    f"input {self.name!r} has shape {list(values.shape)}; expected [rows, "
-                    f"{list(self.spec.shape)}]"
+                    f"input {self.name!r} has shape {list(values.shape)}; expected [rows, {list(self.spec.shape)}]"
                 )
             if not torch.can_cast(values.dtype, self.spec.dtype):
                 raise GraphError(f"input {self.name!r} is {values.dtype}; it cannot become {self.spec.dtype}")
@@ -151,9 +150,7 @@ def _equal(last: Any, values: Any) -> bool:
 def _as_list(values: Any) -> Any:
     if isinstance(values, tuple):
         values = list(values)
-    return (
-        [_as_list(value) for value in values] if values and isinstance(values[0], (list, tuple)) else values
-    )
+    return [_as_list(value) for value in values] if values and isinstance(values[0], (list, tuple)) else values
 
 
 def _is_nan(value: float | bool) -> bool:
@@ -206,8 +203,7 @@ class OutputBuffers:
         for label, tensor in zip(self._labels(kind, keys), tensors, strict=True):
             if tensor.dim() == 0 or tensor.shape[0] != rung:
                 raise CaptureError(
-                    f"output {label!r} has shape {list(tensor.shape)}; its first dimension must be the "
-                    f"{rung} rows"
+                    f"output {label!r} has shape {list(tensor.shape)}; its first dimension must be the {rung} rows"
                 )
         if self._kind is None:
             self._kind, self._keys = kind, keys
@@ -254,9 +250,7 @@ class OutputBuffers:
         elif isinstance(result, (tuple, list)):
             kind, items = tuple, dict(enumerate(result))
         else:
-            raise CaptureError(
-                f"a step must return a tensor, tuple, dict or None, not {type(result).__name__}"
-            )
+            raise CaptureError(f"a step must return a tensor, tuple, dict or None, not {type(result).__name__}")
         wrong = [key for key, value in items.items() if not isinstance(value, Tensor)]
         if wrong:
             raise CaptureError(f"output {wrong[0]!r} is {type(items[wrong[0]]).__name__}, not a tensor")

@@ -86,9 +86,7 @@ def highest_ids(logits: Tensor, k: int) -> Tensor:
     return torch.cat((above, equal)).sort().values
 
 
-def drawable_ids(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor | None:
+def drawable_ids(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | None:
     """Return the ids that one row ``[1, vocab]`` may draw, ascending, int64; None for all.
 
     For the CPU: looks at the settings and does only what they ask for.

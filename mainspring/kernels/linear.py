@@ -21,8 +21,7 @@ class LinearWeight:
             raise ValueError(f"a linear weight must be [out_features, in_features], not {list(weight.shape)}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(
-                f"bias {list(bias.shape)} does not fit weight {list(weight.shape)}; it must be "
-                f"[{weight.shape[0]}]"
+                f"bias {list(bias.shape)} does not fit weight {list(weight.shape)}; it must be [{weight.shape[0]}]"
             )
         self.weight: Tensor = weight
         self.bias: Tensor | None = bias

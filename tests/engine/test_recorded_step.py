@@ -87,7 +87,7 @@ def check_every_rung(llm: LLM, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", [PLAIN, FULL])
 def test_replay_and_eager_give_the_same_bits_on_every_rung(make_tiny: MakeLLM, variant: str) -> None:
-    check_every_rung(make_tiny(max_num_seqs=20, kv_cache_memory=16 << 20), variant)
+    check_every_rung(make_tiny(max_num_seqs=20, num_gpu_blocks_override=64), variant)
 
 
 @pytest.mark.gpu
@@ -96,7 +96,7 @@ def test_replay_and_eager_give_the_same_bits_on_every_rung(make_tiny: MakeLLM, v
 def test_replay_and_eager_give_the_same_bits_on_every_rung_of_a_gpu(
     make_tiny: MakeLLM, variant: str, dtype: str
 ) -> None:
-    check_every_rung(make_tiny(device="cuda", dtype=dtype, max_num_seqs=20, kv_cache_memory=16 << 20), variant)
+    check_every_rung(make_tiny(device="cuda", dtype=dtype, max_num_seqs=20, num_gpu_blocks_override=64), variant)
 
 
 def repeat_and_compare(llm: LLM, count: int = 3, steps: int = 12) -> None:
@@ -124,7 +124,7 @@ def test_n_replays_with_no_work_between_them_decode_n_tokens(make_tiny: MakeLLM)
 
 @pytest.mark.gpu
 def test_n_replays_with_no_work_between_them_decode_n_tokens_on_a_gpu(make_tiny: MakeLLM) -> None:
-    repeat_and_compare(make_tiny(device="cuda", max_num_seqs=8))
+    repeat_and_compare(make_tiny(device="cuda", max_num_seqs=8, num_gpu_blocks_override=64))
 
 
 def test_a_row_stops_by_itself_when_its_budget_is_spent(make_tiny: MakeLLM) -> None:

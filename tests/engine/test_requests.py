@@ -214,3 +214,25 @@ def test_python_in_a_layer_runs_at_every_token_when_eager_only(make_tiny: MakeLL
         llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
         prefill, decode = 1, 9
         assert calls == (prefill + decode if eager else prefill)
+
+
+def test_a_step_that_fails_aborts_what_runs_and_the_engine_goes_on(
+    make_tiny: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_tiny()
+    expected = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    other = llm.stream({"prompt_token_ids": [5, 6, 7]}, GREEDY)
+    next(other)
+    launch = llm.core.runner.launch
+
+    def fail(plan: object) -> object:
+        launch(plan)  # type: ignore[arg-type]
+        raise RuntimeError("the layer broke")
+
+    monkeypatch.setattr(llm.core.runner, "launch", fail)
+    with pytest.raises(RuntimeError, match="the layer broke"):
+        llm.generate(PROMPT, GREEDY)
+    monkeypatch.undo()
+    assert_idle(llm)
+    assert [output.outputs[0].finish_reason for output in other][-1:] in ([], ["abort"])
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == expected

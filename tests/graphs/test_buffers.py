@@ -123,12 +123,8 @@ def test_the_owner_of_an_address_is_the_innermost_buffer() -> None:
     assert buffers.owner_of(start + 3 * 32) == ("cache", 96)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=12), st.integers(0, 99)
-)
-def test_an_address_has_an_owner_exactly_when_a_buffer_holds_it(
-    spans: list[tuple[int, int]], at: int
-) -> None:
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=12), st.integers(0, 99))
+def test_an_address_has_an_owner_exactly_when_a_buffer_holds_it(spans: list[tuple[int, int]], at: int) -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
     buffers = FixedBuffers("cpu")
     for number, (start, size) in enumerate(spans):

@@ -66,9 +66,7 @@ REPLAYABLE: dict[str, Callable[[Tensor], Any]] = {
     "arange and scalar_tensor": lambda x: torch.where(x > 0, x, 0.5) + torch.arange(6),
     "literal": lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
     "attention": heads,
-    "views of views": lambda x: (
-        x.t().reshape(2, 12).unsqueeze(1).expand(2, 3, 12).transpose(0, 2).contiguous()
-    ),
+    "views of views": lambda x: x.t().reshape(2, 12).unsqueeze(1).expand(2, 3, 12).transpose(0, 2).contiguous(),
     "unsafe view": lambda x: torch.ops.aten._unsafe_view(x @ W, [2, 12]) + 1,
     "split and cat": lambda x: torch.cat(list(reversed(x.split([1, 2, 3], dim=1))), dim=1),
     "several results": lambda x: tuple(x.topk(2, dim=1)),
@@ -86,9 +84,7 @@ REPLAYABLE: dict[str, Callable[[Tensor], Any]] = {
     "in-place transpose": lambda x: (x + 1).t_().mul(2),
     "in-place squeeze then use": lambda x: (x + 1).unsqueeze_(0).squeeze_(0).sum(0),
     "bits": lambda x: (x + 1).view(torch.int32).bitwise_and(255),
-    "complex with conjugate": lambda x: torch.view_as_real(
-        torch.view_as_complex(x.view(4, 3, 2) + 0).conj() * 2
-    ),
+    "complex with conjugate": lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 3, 2) + 0).conj() * 2),
     "empty tensors": lambda x: torch.cat([x[:0] + 1, x]),
     "zero-dimensional": lambda x: x.sum() * 2,
     "dict of outputs": lambda x: {"a": x + 1, "b": (x * 2).t()},
@@ -109,8 +105,7 @@ def leaves(value: Any) -> list[Tensor]:
 
 def bits(value: Any) -> list[tuple[torch.dtype, tuple[int, ...], bytes]]:
     return [
-        (t.dtype, tuple(t.shape), bytes(t.contiguous().flatten().view(torch.uint8).tolist()))
-        for t in leaves(value)
+        (t.dtype, tuple(t.shape), bytes(t.contiguous().flatten().view(torch.uint8).tolist())) for t in leaves(value)
     ]
 
 
@@ -309,9 +304,7 @@ def test_operation_list_and_address_book_tell_what_is_read_and_written_where() -
         (1, "aten::mul"),
         (2, "aten::copy_"),
     ]
-    assert [(use.role, use.address) for use in operations[0].tensors if use.owner is None] == [
-        ("read", x.data_ptr())
-    ]
+    assert [(use.role, use.address) for use in operations[0].tensors if use.owner is None] == [("read", x.data_ptr())]
     last = {use.role: use for use in operations[2].tensors}
     assert last["write"].address == y.data_ptr()
     assert last["read"].owner == "pool"

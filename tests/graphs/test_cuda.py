@@ -149,6 +149,18 @@ def test_uploads_behind_a_busy_device_all_arrive() -> None:
         assert bool((target == value).all())
 
 
+def test_graphs_dropped_without_release_leave_the_pool_usable() -> None:
+    module = mlp()
+    runner = make(lambda x: module(x))
+    runner.capture()
+    handle = runner.pool.handle
+    runner.graphs.clear()
+    assert runner.pool.handle != handle
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        assert torch.equal(runner(x=x), module(x.cuda()))
+
+
 def test_a_released_runner_gives_its_pool_back() -> None:
     module = mlp()
     runner = make(lambda x: module(x))

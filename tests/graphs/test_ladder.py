@@ -23,9 +23,7 @@ SIZES = st.lists(st.integers(1, 2000), min_size=1, max_size=30)
         (513, (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 513)),
     ],
 )
-def test_default_ladder_is_cut_to_its_maximum_which_is_a_rung(
-    max_size: int, expected: tuple[int, ...]
-) -> None:
+def test_default_ladder_is_cut_to_its_maximum_which_is_a_rung(max_size: int, expected: tuple[int, ...]) -> None:
     assert Ladder.default(max_size).sizes == expected
 
 
@@ -45,9 +43,7 @@ def test_above_512_the_stride_doubles_with_each_doubling() -> None:
 
 
 @given(st.integers(1, 3000), st.data())
-def test_every_batch_up_to_the_maximum_has_the_smallest_rung_that_holds_it(
-    max_size: int, data: st.DataObject
-) -> None:
+def test_every_batch_up_to_the_maximum_has_the_smallest_rung_that_holds_it(max_size: int, data: st.DataObject) -> None:
     ladder = Ladder.default(max_size)
     rows = data.draw(st.integers(1, max_size))
     assert ladder.top == max_size
@@ -55,9 +51,7 @@ def test_every_batch_up_to_the_maximum_has_the_smallest_rung_that_holds_it(
 
 
 @given(SIZES, st.data())
-def test_given_sizes_become_ascending_and_serve_the_smallest_fit(
-    sizes: list[int], data: st.DataObject
-) -> None:
+def test_given_sizes_become_ascending_and_serve_the_smallest_fit(sizes: list[int], data: st.DataObject) -> None:
     ladder = Ladder(sizes)
     assert ladder.sizes == tuple(sorted(set(sizes)))
     rows = data.draw(st.integers(1, ladder.top))
@@ -65,9 +59,7 @@ def test_given_sizes_become_ascending_and_serve_the_smallest_fit(
 
 
 @given(SIZES, st.integers(1, 10_000))
-def test_split_serves_every_row_with_as_few_replays_as_the_top_rung_allows(
-    sizes: list[int], rows: int
-) -> None:
+def test_split_serves_every_row_with_as_few_replays_as_the_top_rung_allows(sizes: list[int], rows: int) -> None:
     ladder = Ladder(sizes)
     parts = ladder.split(rows)
     assert sum(parts) == rows

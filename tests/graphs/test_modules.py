@@ -48,9 +48,7 @@ MODULES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "blocks": lambda: nn.Sequential(Block(), Block()),
     "attention by hand": lambda: attention_by_hand,
     "fused encoder layer": encoder_layer,
-    "convolution": lambda: nn.Sequential(
-        nn.Conv1d(6, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten()
-    ),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(6, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten()),
 }
 LADDER = Ladder.default(20)
 ROW = (6, 32)
@@ -111,9 +109,7 @@ def test_random_batches_in_any_order_replay_the_bits_of_eager() -> None:
 def test_a_replay_equals_the_module_itself_on_a_full_rung() -> None:
     torch.manual_seed(0)
     module = Block().eval()
-    runner = GraphRunner(
-        lambda x: module(x), inputs={"x": Input(ROW, torch.float32)}, ladder=LADDER, device="cpu"
-    )
+    runner = GraphRunner(lambda x: module(x), inputs={"x": Input(ROW, torch.float32)}, ladder=LADDER, device="cpu")
     x = torch.randn(8, *ROW)
     with torch.no_grad():
         assert torch.equal(runner(x=x), module(x))

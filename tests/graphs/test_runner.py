@@ -53,9 +53,7 @@ class Seats:
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @given(batches=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=25)
-def test_rows_of_an_earlier_larger_batch_are_never_seen(
-    enforce_eager: bool, batches: list[list[int]]
-) -> None:
+def test_rows_of_an_earlier_larger_batch_are_never_seen(enforce_eager: bool, batches: list[list[int]]) -> None:
     seats = Seats()
     runner = make(seats, ROWS, enforce_eager=enforce_eager)
     expected = torch.zeros(11, dtype=torch.int64)

@@ -122,9 +122,7 @@ def test_rows_past_the_values_get_the_fill() -> None:
     ],
     ids=["too few", "other shape", "over a slot", "strided", "fractions", "other tensor shape"],
 )
-def test_an_upload_that_does_not_fit_is_refused_before_anything_is_copied(
-    target: Tensor, values: object
-) -> None:
+def test_an_upload_that_does_not_fit_is_refused_before_anything_is_copied(target: Tensor, values: object) -> None:
     staging = Staging("cpu", slot_bytes=64)
     with pytest.raises(GraphError):
         staging.upload(target, values)  # type: ignore[arg-type]

@@ -102,10 +102,7 @@ def naive_decode(q: Tensor, case: PagedCase, scale: float, window: int) -> Tenso
     q = q.cpu()
     start = -window if window else 0
     return torch.stack(
-        [
-            naive_attention(q[row], case.keys[row][start:], case.values[row][start:], scale)
-            for row in range(q.shape[0])
-        ]
+        [naive_attention(q[row], case.keys[row][start:], case.values[row][start:], scale) for row in range(q.shape[0])]
     )
 
 

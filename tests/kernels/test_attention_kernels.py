@@ -70,9 +70,7 @@ def test_decode_of_a_row_does_not_depend_on_its_company() -> None:
 
 @pytest.mark.parametrize("scattered", [True, False])
 def test_decode_takes_strided_queries(scattered: bool) -> None:
-    case = paged_case(
-        [20, 9], block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32, scattered=scattered
-    )
+    case = paged_case([20, 9], block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32, scattered=scattered)
     qkv = torch.randn(2, 8 * 16)
     q = qkv[:, : 4 * 16].view(2, 4, 16)
     out = decode_attention(q, case.k_cache, case.v_cache, case.block_tables, case.seq_lens, 0.25)
@@ -91,15 +89,11 @@ PREFILL = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("lengths", "counts"), PREFILL)
 @pytest.mark.parametrize("window", [0, 1, 10])
-def test_prefill_equals_the_formula(
-    dtype: torch.dtype, lengths: list[int], counts: list[int], window: int
-) -> None:
+def test_prefill_equals_the_formula(dtype: torch.dtype, lengths: list[int], counts: list[int], window: int) -> None:
     case = paged_case(lengths, block_size=BLOCK, kv_heads=2, head_dim=32, dtype=dtype)
     q = torch.randn(sum(counts), 4, 32).to(dtype)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    out = prefill_attention(
-        q, case.k_cache, case.v_cache, case.block_tables, starts, case.seq_lens, 0.2, window
-    )
+    out = prefill_attention(q, case.k_cache, case.v_cache, case.block_tables, starts, case.seq_lens, 0.2, window)
     assert_close(out, naive_prefill(q, case, counts, 0.2, window))
 
 
@@ -117,9 +111,7 @@ def test_prefill_with_a_cached_prefix_equals_the_formula(
     case = paged_case(lengths, block_size=block_size, kv_heads=1, head_dim=16, dtype=torch.float32)
     q = torch.randn(sum(counts), 3, 16)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    out = prefill_attention(
-        q, case.k_cache, case.v_cache, case.block_tables, starts, case.seq_lens, 0.25, window
-    )
+    out = prefill_attention(q, case.k_cache, case.v_cache, case.block_tables, starts, case.seq_lens, 0.25, window)
     assert_close(out, naive_prefill(q, case, counts, 0.25, window))
 
 

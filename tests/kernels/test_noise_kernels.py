@@ -70,9 +70,7 @@ def test_gumbel_from_bits_equals_the_formula() -> None:
 
 def test_noise_is_gumbel_distributed() -> None:
     noise = (
-        gumbel_noise(torch.arange(8), torch.zeros(8), torch.arange(8), torch.arange(25_000).int())
-        .double()
-        .flatten()
+        gumbel_noise(torch.arange(8), torch.zeros(8), torch.arange(8), torch.arange(25_000).int()).double().flatten()
     )
     n = noise.numel()
     # Kolmogorov-Smirnov against exp(-exp(-x)); 1.95 / sqrt(n) is the 0.1% point.

@@ -18,9 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
     dtype=st.sampled_from(DTYPES),
     magnitude=st.sampled_from([1e-3, 1.0, 100.0]),
 )
-def test_rms_norm_equals_the_formula(
-    shape: list[int], size: int, dtype: torch.dtype, magnitude: float
-) -> None:
+def test_rms_norm_equals_the_formula(shape: list[int], size: int, dtype: torch.dtype, magnitude: float) -> None:
     x = (torch.randn(*shape, size) * magnitude).to(dtype)
     weight = torch.randn(size).to(dtype)
     out = rms_norm(x, weight, 1e-5)

@@ -47,9 +47,7 @@ def test_penalties_that_are_off_change_nothing_even_of_masked_logits() -> None:
 def test_each_row_has_its_own_penalties() -> None:
     logits = torch.ones(2, 2)
     counts = torch.tensor([[1, 0], [1, 0]])
-    apply_penalties(
-        logits, counts, counts > 5, torch.tensor([1.0, 2.0]), torch.tensor([0.25, 0.0]), torch.zeros(2)
-    )
+    apply_penalties(logits, counts, counts > 5, torch.tensor([1.0, 2.0]), torch.tensor([0.25, 0.0]), torch.zeros(2))
     assert logits.tolist() == [[0.75, 1.0], [0.5, 1.0]]
 
 

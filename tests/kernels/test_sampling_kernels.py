@@ -79,9 +79,7 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -torch.inf, 0.2])
     draws = 20_000
     for varied in ("positions", "seeds"):
-        tokens = draw(
-            logits.expand(draws, -1), sample_reference, temperature=temperature, **{varied: range(draws)}
-        )
+        tokens = draw(logits.expand(draws, -1), sample_reference, temperature=temperature, **{varied: range(draws)})
         seen = torch.bincount(tokens, minlength=8).double()
         expected = torch.softmax(logits.double() / temperature, 0) * draws
         assert seen[6] == 0

@@ -177,9 +177,7 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...], window: in
     on = case.to(DEVICE)
     q = torch.randn(len(EDGES), kv_heads * group, head_dim).to(dtype).to(DEVICE)
     scale = head_dim**-0.5
-    out = decode_attention(
-        q, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, scale, window, num_splits=splits
-    )
+    out = decode_attention(q, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, scale, window, num_splits=splits)
     assert_close(out, naive_decode(q, case, scale, window))
     assert torch.equal(out[0], torch.zeros_like(out[0]))
 
@@ -228,9 +226,7 @@ PREFILL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), shape_and_dtype([(2, 2, 64, 16), (1, 3, 80, 8), (1, 1, 256, 16)])
-)
+@pytest.mark.parametrize(("shape", "dtype"), shape_and_dtype([(2, 2, 64, 16), (1, 3, 80, 8), (1, 1, 256, 16)]))
 @pytest.mark.parametrize(("lengths", "counts"), PREFILL)
 @pytest.mark.parametrize("window", [0, 1, 30])
 def test_prefill_attention(

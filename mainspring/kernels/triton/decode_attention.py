@@ -88,9 +88,9 @@ def _decode_kernel(
             index = start + tl.arange(0, BLOCK_N)
             present = index < end
             key = first + index
-            block = tl.load(
-                block_tables_ptr + row * table_stride + key // BLOCK_SIZE, mask=present, other=0
-            ).to(tl.int64)
+            block = tl.load(block_tables_ptr + row * table_stride + key // BLOCK_SIZE, mask=present, other=0).to(
+                tl.int64
+            )
             entry = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
             # What lies beyond the keys may be anything, NaN too: it is not loaded.
             wanted = present[:, None] & in_head[None, :]

@@ -159,9 +159,7 @@ def _gemv_kernel(
 
     ahead = ()
     for c in tl.static_range(DEPTH):
-        ahead = ahead + (
-            fetch_chunk(w_ptr, pid, c * BLOCK_K, stride_w, N, K, BLOCK_N, BLOCK_K, PAIRED, False, EVICT),
-        )
+        ahead = ahead + (fetch_chunk(w_ptr, pid, c * BLOCK_K, stride_w, N, K, BLOCK_N, BLOCK_K, PAIRED, False, EVICT),)
     gains = ()
     for c in tl.static_range(CHUNKS):
         gains = gains + (read_gain(norm_ptr, c * BLOCK_K, K, BLOCK_K, PROLOGUE),)

@@ -250,9 +250,7 @@ def _mma_kernel(
     if STAGED:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         staged = gl.allocate_shared_memory(dtype, [CHUNKS, SPLIT_K, ROWS, SLICE], flat)
-        scale = stage_x(
-            staged, x_ptr, gains, stride_x, eps, spread, M, K, ROWS, BLOCK_K, SPLIT_K, CHUNKS, PROLOGUE
-        )
+        scale = stage_x(staged, x_ptr, gains, stride_x, eps, spread, M, K, ROWS, BLOCK_K, SPLIT_K, CHUNKS, PROLOGUE)
 
     best_value = gl.full([PADDED], float("-inf"), gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, gather)))
     best_index = gl.full([PADDED], 0x7FFFFFFF, gl.int32, gl.SliceLayout(1, gl.SliceLayout(0, gather)))

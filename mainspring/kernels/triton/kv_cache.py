@@ -10,9 +10,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _write_kv_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride, size, BLOCK: tl.constexpr
-):
+def _write_kv_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride, size, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     columns = tl.arange(0, BLOCK)

@@ -49,9 +49,7 @@ def _tile_kernel(
         temperature = tl.load(temperature_ptr + row)
         if temperature > 0.0:
             scores = tl.where(logits == highest, 0.0, (logits - highest) / temperature)
-            bits = random_bits(
-                tl.load(seeds_ptr + row), tl.load(choices_ptr + row), tl.load(positions_ptr + row), ids
-            )
+            bits = random_bits(tl.load(seeds_ptr + row), tl.load(choices_ptr + row), tl.load(positions_ptr + row), ids)
             scores += gumbel_from_bits(bits)
             if FILTERED:
                 edge = tl.load(cut_logit_ptr + row)
