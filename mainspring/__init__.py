@@ -7,6 +7,8 @@ no device. The names below are resolved when they are first used.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -24,6 +26,19 @@ if TYPE_CHECKING:
     from mainspring.engine.llm import LLM
     from mainspring.engine.outputs import CompletionOutput, RequestOutput
     from mainspring.engine.sampling_params import SamplingParams
+
+
+def _let_waiting_threads_sleep() -> None:
+    """Shorten how long GNU OpenMP's threads spin at a barrier, before torch loads it, unless the user chose otherwise.
+
+    By default they spin for milliseconds. A decode step has a barrier every few hundred microseconds, so on a machine
+    whose cores are shared with anything else, threads that spin keep the one that is waited for from running.
+    """
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+
+_let_waiting_threads_sleep()
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,11 @@ class OperationCounter(TorchDispatchMode):
         super().__init__()
         self.operations = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be wrapped for torch.compile, which would import all of it (a second) at the first operation."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

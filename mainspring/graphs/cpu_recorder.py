@@ -69,6 +69,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held.clear()
         return self._program
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be wrapped for torch.compile, which would import all of it (a second) at the first operation."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
