@@ -81,7 +81,7 @@ def test_schemas_say_what_is_written(name: str, written: list[str]) -> None:
 
 
 def test_the_reference_of_sampling_has_no_data_dependent_shape() -> None:
-    """What a CUDA recording holds until every part has a kernel must not look at the data."""
+    """The references can be recorded: none looks at the data to decide a shape."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from mainspring.kernels.sampling import mask_stop_ids_reference, sample_reference

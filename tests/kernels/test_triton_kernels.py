@@ -22,9 +22,10 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from mainspring.kernels import noise, rope_table  # noqa: E402
+from mainspring.kernels import filters, noise, rope_table  # noqa: E402
 from mainspring.kernels import sampling as reference  # noqa: E402
 from mainspring.kernels.triton import activation, kv_cache, norm, rope, sampling  # noqa: E402
+from mainspring.kernels.triton import filters as triton_filters  # noqa: E402
 from mainspring.kernels.triton import noise as triton_noise  # noqa: E402
 from mainspring.kernels.triton.decode_attention import decode_attention, plan_splits  # noqa: E402
 from mainspring.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
@@ -58,14 +59,15 @@ def test_the_hash_is_the_references_bit_for_bit() -> None:
     ids = torch.arange(1024, dtype=torch.int32, device=DEVICE)
     assert torch.equal(bits, noise.random_bits(key_1.unsqueeze(1), key_2.unsqueeze(1), ids))
     expected = noise.gumbel_noise(seeds, choices, positions, ids)
-    torch.testing.assert_close(gumbel, expected, rtol=1e-5, atol=1e-5)
+    # The device's logarithm is approximate.
+    torch.testing.assert_close(gumbel, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_gumbel_is_finite_at_both_ends() -> None:
     ends = torch.tensor([0, -1, 1, -2], dtype=torch.int32, device=DEVICE)
     out = torch.zeros(4, device=DEVICE)
     _gumbel_kernel[(1,)](ends, out, WIDTH=4)
-    torch.testing.assert_close(out, noise.gumbel_from_bits(ends), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, noise.gumbel_from_bits(ends), rtol=1e-4, atol=1e-4)
 
 
 @triton.jit
@@ -148,7 +150,7 @@ def test_rope_and_cache(dtype: torch.dtype, head_dim: int, normed: bool) -> None
         assert torch.equal(rotated_k[[0, 2]], flat_k[[7, 0]])
 
 
-def shape_and_dtype(shapes: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def shape_and_dtype(shapes: list[tuple[Any, ...]]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
     """Every shape with every dtype; interpreted, fp16 only with the first shape."""
     return [
         (shape, dtype)
@@ -297,6 +299,38 @@ def test_filtered_draws_are_the_references() -> None:
         min_p=torch.rand(batch) * 0.05,
     )
     assert torch.equal(sampling.sample(logits, *given), reference.sample_reference(logits, *given))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), shape_and_dtype([(300, 2.0), (1, 1.0), (4500, 3.0), (9001, 0.01), (4500, 0.0)])
+)
+def test_the_cut_is_the_references(dtype: torch.dtype, shape: tuple[int, float]) -> None:
+    vocab, spread = int(shape[0]), shape[1]
+    choices = [
+        # temperature, top_k, top_p, min_p
+        (1.0, 50, 1.0, 0.0),
+        (1.0, 0, 0.9, 0.0),
+        (0.3, 40, 0.7, 0.0),
+        (1.0, 0, 1.0, 0.05),
+        (0.8, 20, 0.95, 0.1),
+        (1.0, 1, 1.0, 0.0),
+        (2.0, 0, 1e-4, 0.0),
+        (1e-6, 30, 0.5, 0.0),
+        (5.0, vocab - 1, 0.999, 0.0),
+        (1.0, 0, 0.0, 1.0),
+    ]
+    logits = (torch.randn(len(choices), vocab) * spread).to(dtype).to(DEVICE)
+    given = [torch.tensor(column, device=DEVICE) for column in zip(*choices, strict=True)]
+    cut = triton_filters.filter_cut(logits, *given)
+    right = filters.filter_cut_reference(logits, *given)
+    assert torch.equal(filters.may_draw(logits, *cut), filters.may_draw(logits, *right))
+
+
+def test_rows_that_filter_nothing_keep_everything() -> None:
+    logits = torch.randn(4, 5000, device=DEVICE)
+    rows = [(1.0, 0, 1.0, 0.0), (1.0, -1, 1.5, 0.0), (0.0, 5, 0.5, 0.5), (1.0, 5000, 1.0, -1.0)]
+    given = [torch.tensor(column, device=DEVICE) for column in zip(*rows, strict=True)]
+    assert bool(filters.may_draw(logits, *triton_filters.filter_cut(logits, *given)).all())
 
 
 def test_a_draw_does_not_depend_on_its_row() -> None:

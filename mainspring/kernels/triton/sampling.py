@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainspring.kernels.filters import filter_cut_reference
+from mainspring.kernels.triton.filters import filter_cut
 from mainspring.kernels.triton.noise import gumbel_from_bits, random_bits
 
 _TILE = 2048
@@ -143,7 +143,7 @@ def sample(
     filters: bool = True,
 ) -> Tensor:
     """See :func:`mainspring.kernels.sampling.sample`."""
-    cut = filter_cut_reference(logits, temperature, top_k, top_p, min_p) if filters else None
+    cut = filter_cut(logits, temperature, top_k, top_p, min_p) if filters else None
     return _draw(logits, temperature, seeds, choices, positions, cut)
 
 
