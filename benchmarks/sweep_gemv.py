@@ -40,6 +40,7 @@ from gemv_compile import Compilers, Job  # noqa: E402
 from mainspring.kernels.triton.gemv_common import Epilogue, Prologue, WeightOperand  # noqa: E402
 from mainspring.kernels.triton.gemv_ops import head_argmax, reference_matmul, skinny_matmul  # noqa: E402
 from mainspring.kernels.triton.gemv_plan import Tile  # noqa: E402
+from mainspring.kernels.triton.gemv_tables import TABLES, table_path, write_table  # noqa: E402
 
 LIBRARY = Tile("library")
 FUSIONS = ("norm", "swiglu", "residual", "head")
@@ -210,10 +211,10 @@ class Sweep:
             print(f"    {micro:7.2f} us  {nbytes / micro / 1e6:5.2f} TB/s  {tile.short()}")
         own = [tile for _, tile in results if tile != LIBRARY]
         best = own[:keep]
-        for kernel in ("vector", "dot", "mma", "ring"):
+        for kernel in ("vector", "dot", "mma"):
             if kernel not in {tile.kernel for tile in best}:
                 best += [tile for tile in own if tile.kernel == kernel][:1]
-        return best
+        return [*best, LIBRARY]
 
     @staticmethod
     def run(x: torch.Tensor, operand: WeightOperand, tile: Tile, out: torch.Tensor) -> None:
@@ -300,12 +301,13 @@ class Sweep:
             self.failures.append(f"head arg-max: {str(problem)[-200:]}")
         return errors
 
-    def variants(self, tiles: dict[str, Tile]) -> dict[str, float]:
+    def variants(self, chosen: dict[str, Tile], tiles: dict[str, Tile]) -> dict[str, float]:
         """Milliseconds of the whole chain in each variant."""
         every = frozenset(FUSIONS)
         library = {product: LIBRARY for product in tiles}
         chains: dict[str, Callable[[], Chain]] = {
             "bare torch.mm": lambda: Chain(self.weights, self.rows, library, bare=True),
+            "bare chosen": lambda: Chain(self.weights, self.rows, chosen, bare=True),
             "bare ours": lambda: Chain(self.weights, self.rows, tiles, bare=True),
             "bare ours, no PDL": lambda: Chain(self.weights, self.rows, tiles, bare=True, pdl=False),
             "whole torch": lambda: Chain(self.weights, self.rows, library),
@@ -319,6 +321,8 @@ class Sweep:
                 for name in FUSIONS
             },
         }  # fmt: skip
+        if chosen == tiles:
+            del chains["bare chosen"]
         times: dict[str, float] = {}
         for name, make in chains.items():
             if self.late():
@@ -331,20 +335,38 @@ class Sweep:
                 self.failures.append(f"{name}: {str(problem)[-300:]}")
         return times
 
+    def entry(self, product: str, tile: Tile) -> dict[str, Any]:
+        """A line of the table that the engine reads."""
+        n, k = self.shape.shape(product)
+        micro = {str(m["tile"]): m["microseconds"] for m in self.measured[product]}
+        return {
+            "n": n,
+            "k": k,
+            "rows": self.rows,
+            "dtype": "bfloat16",
+            "kind": "DENSE",
+            "tile": tile.to_dict(),
+            "microseconds": round(micro.get(str(tile.to_dict()), float("nan")), 3),
+            "library_microseconds": round(micro.get(str(LIBRARY.to_dict()), float("nan")), 3),
+        }
+
     def report(self) -> dict[str, Any]:
         """Everything for this model and number of rows, printed as it comes."""
         floor = self.shape.step_bytes / self.bandwidth * 1e3
         print(f"\n== {self.shape.name}, {self.rows} rows: {self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms")
         best = {product: self.tune(product, 5) for product in (*PRODUCTS, "head")}
-        missing = [product for product, tiles in best.items() if not tiles]
+        missing = [product for product, tiles in best.items() if tiles == [LIBRARY]]
         if missing:
             print(f"  no tile works for {missing}; last failures: {self.failures[-3:]}")
             return {"measured": self.measured, "failures": self.failures}
-        chosen = {**self.descend({p: best[p] for p in PRODUCTS}), "head": best["head"][0]}
-        self.compile(self.fused_jobs(chosen))
-        errors = self.check_fused(chosen)
+        head = Tile.from_dict(self.measured["head"][0]["tile"])
+        chosen = {**self.descend({p: best[p] for p in PRODUCTS}), "head": head}
+        # A fused step needs own kernels everywhere, also where the library's product alone is faster.
+        own = {p: best[p][0] if tile == LIBRARY else tile for p, tile in chosen.items()}
+        self.compile(self.fused_jobs(own))
+        errors = self.check_fused(own)
         print("  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-        times = self.variants(chosen)
+        times = self.variants(chosen, own)
         for name, milliseconds in times.items():
             rate = self.shape.step_bytes / milliseconds / 1e9
             print(f"  {name:34s} {milliseconds:8.4f} ms  {rate:5.2f} TB/s  {milliseconds / floor:5.2f} x floor")
@@ -352,7 +374,7 @@ class Sweep:
             "model": self.shape.name,
             "rows": self.rows,
             "floor_ms": floor,
-            "tiles": {product: tile.to_dict() for product, tile in chosen.items()},
+            "entries": [self.entry(product, tile) for product, tile in chosen.items()],
             "milliseconds": times,
             "errors": errors,
             "measured": self.measured,
@@ -368,6 +390,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all")
     parser.add_argument("--candidates", type=int, default=24, help="tiles of each kernel to try for a product")
     parser.add_argument("--kernels", nargs="+", default=["mma", "vector", "dot"], choices=["mma", "vector", "dot"])
+    parser.add_argument("--save", action="store_true", help="write the table of tiles, into --out and the package")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for sweep_gemv.json")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -403,6 +426,10 @@ def main() -> None:
             print(f"{name}, {rows} rows failed:\n{traceback.format_exc()[-1500:]}")
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "sweep_gemv.json").write_text(json.dumps(result, indent=1))
+        if options.save and "entries" in result["sweeps"][-1]:
+            remarks = {key: result[key] for key in ("device", "torch", "triton", "read_bandwidth")}
+            for folder in {options.out, TABLES}:
+                write_table(table_path(result["device"], folder), remarks, result["sweeps"][-1]["entries"])
         print(f"  [{time.monotonic() - begin:.0f} s]", flush=True)
     if compilers is not None:
         compilers.close()

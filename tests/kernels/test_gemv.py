@@ -28,6 +28,13 @@ DOT = [
     Tile("dot", block_n=16, block_k=64, prefetch=1),
     Tile("dot", block_n=32, block_k=64, prefetch=2, split_k=2),
 ]
+MMA = [
+    Tile("mma", block_n=8, block_k=128, warps=4, prefetch=1, split_k=4),
+    Tile("mma", block_n=16, block_k=64, warps=2, prefetch=2, split_k=1, inner=False),
+    Tile("mma", block_n=8, block_k=64, warps=2, prefetch=1, split_k=2, per_sm=1),
+    Tile("mma", block_n=16, block_k=32, warps=1, prefetch=9, inner=False),
+]
+TILES = VECTOR + DOT + (MMA if DEVICE == "cuda" else [])
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -45,10 +52,12 @@ def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((rows, columns + 3), float("nan"), dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize("tile", VECTOR + DOT, ids=Tile.short)
+@pytest.mark.parametrize("tile", TILES, ids=Tile.short)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 40, 128), (3, 37, 200)])
 def test_product_equals_fp64(tile: Tile, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    if tile.kernel == "mma" and dtype == torch.float32:
+        pytest.skip("the mma kernel is for 16-bit operands")
     torch.manual_seed(rows * n + k)
     x, w, b = draw((rows, k), dtype), draw((n, k), dtype, k**-0.5), draw((n,), dtype)
     r = draw((rows, n), dtype)
@@ -59,7 +68,7 @@ def test_product_equals_fp64(tile: Tile, dtype: torch.dtype, rows: int, n: int, 
     assert torch.isnan(whole[:, n:]).all(), "wrote outside of its output"
 
 
-@pytest.mark.parametrize("tile", VECTOR + DOT, ids=Tile.short)
+@pytest.mark.parametrize("tile", TILES, ids=Tile.short)
 @pytest.mark.parametrize("prologue", [Prologue.NORM, Prologue.SILU], ids=lambda p: p.name)
 @pytest.mark.parametrize("epilogue", [Epilogue.PLAIN, Epilogue.SWIGLU], ids=lambda e: e.name)
 def test_fused_product_equals_fp64(tile: Tile, prologue: Prologue, epilogue: Epilogue) -> None:
@@ -75,7 +84,7 @@ def test_fused_product_equals_fp64(tile: Tile, prologue: Prologue, epilogue: Epi
     assert torch.isnan(whole[:, columns:]).all()
 
 
-@pytest.mark.parametrize("tile", VECTOR + DOT, ids=Tile.short)
+@pytest.mark.parametrize("tile", TILES, ids=Tile.short)
 def test_row_scaled_weight_gives_its_dequantised_product(tile: Tile) -> None:
     torch.manual_seed(2)
     x = draw((2, 96), torch.bfloat16)
@@ -84,7 +93,7 @@ def test_row_scaled_weight_gives_its_dequantised_product(tile: Tile) -> None:
     close(got, reference_matmul(x, weight), torch.bfloat16)
 
 
-@pytest.mark.parametrize("tile", VECTOR + DOT, ids=Tile.short)
+@pytest.mark.parametrize("tile", TILES, ids=Tile.short)
 def test_head_argmax_is_that_of_stored_logits(tile: Tile) -> None:
     torch.manual_seed(3)
     x, weight = draw((2, 64), torch.bfloat16), WeightOperand.dense(draw((150, 64), torch.bfloat16))
@@ -94,6 +103,24 @@ def test_head_argmax_is_that_of_stored_logits(tile: Tile) -> None:
     got = head_argmax(x, weight, tile)
     assert got.tolist() == logits.float().argmax(dim=-1).tolist()
     assert got[1] == 17, "of equal values the first must win"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 13, 16])
+@pytest.mark.parametrize("tile", MMA, ids=Tile.short)
+@pytest.mark.parametrize("prologue", list(Prologue), ids=lambda p: p.name)
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="Gluon kernels have no interpreter")
+def test_mma_takes_every_number_of_rows(rows: int, tile: Tile, prologue: Prologue) -> None:
+    dtype, n, k = torch.float16, 1000, 416
+    torch.manual_seed(rows)
+    x = draw((rows, 2 * k if prologue == Prologue.SILU else k), dtype)
+    weight, g, r = WeightOperand.dense(draw((n, k), dtype, k**-0.5)), draw((k,), dtype), draw((rows, n), dtype)
+    whole = poisoned(rows, n, dtype)
+    got = skinny_matmul(
+        x, weight, tile, out=whole[:, :n], norm_weight=g, residual=r, prologue=prologue
+    )
+    close(got, reference_matmul(x, weight, norm_weight=g, residual=r, prologue=prologue), dtype)
+    assert torch.isnan(whole[:, n:]).all()
 
 
 def test_head_argmax_refuses_a_small_workspace() -> None:

@@ -242,6 +242,33 @@ def _reduce_argmax_kernel(
     tl.store(out_ptr + row, winner)
 
 
+def reduce_argmax(
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    slots: int,
+    out: torch.Tensor,
+    *,
+    pdl: bool,
+    wait: bool = True,
+    compile_only: bool = False,
+) -> None:
+    """The second stage of ``head_argmax``: out[m] = the index of the greatest of ``values[m, :slots]``.
+
+    Args:
+        values: [M, >= slots] fp32, and ``indices`` of the same strides, int32; of equal values the least index wins.
+        slots: pairs that count.
+        out: [M] int32.
+        pdl: programmatic dependent launch.
+        wait: False removes the wait (for the test that needs it removed).
+        compile_only: compile the kernel and launch nothing.
+    """
+    launch(
+        _reduce_argmax_kernel, out.shape[0], (values, indices, out, values.stride(0), slots),
+        {"BLOCK": 64 if interpreting() else 1024, "PDL": pdl, "WAIT": wait},
+        warps=4, pdl=pdl, compile_only=compile_only,
+    )  # fmt: skip
+
+
 def argmax_slots(plan: LaunchPlan) -> int:
     """Pairs of value and index that the first stage of ``head_argmax`` leaves for each row."""
     return plan.tiles if plan.tile.kernel == "dot" else plan.programs
@@ -270,6 +297,7 @@ def head_argmax(
     Args:
         out: [M] int32 to write into.
         workspace: (float32, int32) of at least [M, slots] each, see ``argmax_slots``; made when None.
+        wait: False removes the first stage's wait (for the test that needs it removed).
 
     Returns:
         [M] int32.
@@ -301,9 +329,5 @@ def head_argmax(
     )
     strides = (x.stride(0), weight.tensor.stride(0), values.stride(0), 0)
     _launcher(tile.kernel)(plan, (*pointers, *strides, eps))
-    launch(
-        _reduce_argmax_kernel, plan.rows, (values, indices, out, values.stride(0), slots),
-        {"BLOCK": 64 if interpreting() else 1024, "PDL": plan.pdl, "WAIT": wait},
-        warps=4, pdl=plan.pdl, compile_only=compile_only,
-    )  # fmt: skip
+    reduce_argmax(values, indices, slots, out, pdl=plan.pdl, compile_only=compile_only)
     return out

@@ -66,6 +66,8 @@ class Tile:
 
     def short(self) -> str:
         """A name for tables, such as ``vector n8 k512 w4 p2``."""
+        if self.kernel == "library":
+            return "torch.mm"
         text = f"{self.kernel} n{self.block_n} k{self.block_k} w{self.warps} p{self.prefetch}"
         text += f" x{self.per_sm}" if self.per_sm else ""
         text += f" s{self.split_k}" if self.split_k > 1 else ""
