@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mainspring import __version__
+from mainspring.cli.bench import bench
 from mainspring.cli.chat import chat
 from mainspring.cli.command import command
 from mainspring.cli.generate import generate
@@ -31,6 +32,7 @@ def root(
 
 command(app)(generate)
 command(app)(chat)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
