@@ -168,7 +168,9 @@ class EngineCore:
                 launched.results()
         self._in_flight.clear()
         self._choices.clear()
-        self.__dict__.pop("runner", None)
+        if "runner" in self.__dict__:
+            self.runner.deallocate()
+            del self.runner
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:
@@ -204,7 +206,7 @@ class EngineCore:
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The token ids that end the request, EOS ids included unless they are to be ignored."""
         eos = () if params.ignore_eos else self.config.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        stop_ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
         if len(stop_ids) > STOP_IDS_WIDTH:
             raise RequestError(
                 f"{len(stop_ids)} stop token ids (EOS included) > {STOP_IDS_WIDTH}, the width of the step's stop-id "

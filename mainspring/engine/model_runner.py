@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -151,7 +152,11 @@ class ModelRunner:
     def _launch_prefill(self, plan: PrefillPlan) -> LaunchedStep:
         completed = tuple(chunk.request for chunk in plan.chunks if chunk.is_last)
         self.seats.write([(_seat_of(request), seat_state(request)) for request in completed], self.upload)
-        tokens, positions, token_seats, lengths, last = [], [], [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        token_seats: list[int] = []
+        lengths: list[int] = []
+        last: list[int] = []
         for chunk in plan.chunks:
             end = chunk.start + chunk.length
             tokens += chunk.request.token_span(chunk.start, end)
@@ -160,18 +165,18 @@ class ModelRunner:
             lengths.append(chunk.length)
             if chunk.is_last:
                 last.append(len(tokens) - 1)
-        parts = [
+        parts: list[Sequence[int]] = [
             tokens,
             positions,
             token_seats,
             [_seat_of(chunk.request) for chunk in plan.chunks],
-            np.concatenate(([0], np.cumsum(lengths))),
+            list(accumulate(lengths, initial=0)),
             [chunk.start + chunk.length for chunk in plan.chunks],
             last,
             [_seat_of(request) for request in completed],
         ]
         packed = self.upload(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
-        pieces = packed.split([len(part) for part in parts])
+        pieces = torch.split(packed, [len(part) for part in parts])
         sampler = self.samplers[FULL if any(needs_full_sampler(request) for request in completed) else PLAIN]
         self.step.prefill(self._prefill_inputs(*pieces[:6]), pieces[6], pieces[7], sampler)
         self.prefill_tokens += len(tokens)
