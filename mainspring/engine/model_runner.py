@@ -88,15 +88,19 @@ class ModelRunner:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate a KV cache of ``num_blocks`` usable blocks (the null block comes on top); nothing is recorded yet."""
+        """Allocate a KV cache of ``num_blocks`` usable blocks (the null block comes on top); record nothing yet."""
         cache = allocate_kv_cache(self.kv_spec, num_blocks + 1, self.limits.device)
         self.buffers.adopt("kv_cache", cache)
         self._step = Step(self.model, layer_views(cache), self.seats, self.ring, self.logits, self.limits.block_size)
 
-    def deallocate(self) -> None:
-        """Give back the KV cache and everything recorded on it."""
+    def release_graphs(self) -> None:
+        """Give back everything recorded; a step that needs a recording makes it anew."""
         for runner in self.runners.values():
             runner.release()
+
+    def deallocate(self) -> None:
+        """Give back the KV cache and everything recorded on it."""
+        self.release_graphs()
         if self._step is not None:
             self._step = None
             self.buffers.remove("kv_cache")
