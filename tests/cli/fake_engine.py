@@ -53,9 +53,7 @@ class FakeLLM:
         self.conversations.append(list(messages))
         return self.stream(messages[-1]["content"], params)
 
-    def generate(
-        self, prompts: list[str], params: SamplingParams, use_tqdm: bool = False
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool = False) -> list[RequestOutput]:
         self.params.append(params)
         answers = range(params.n)
         return [self._output(prompt, [f"{prompt}#{index}" for index in answers], True) for prompt in prompts]
@@ -84,7 +82,6 @@ class FakeLLM:
         length = len(texts[0].split(" "))
         reason = ("length" if length == 3 else "stop") if finished else None
         outputs = [
-            CompletionOutput(index, text, [7] * length, finish_reason=reason)
-            for index, text in enumerate(texts)
+            CompletionOutput(index, text, [7] * length, finish_reason=reason) for index, text in enumerate(texts)
         ]
         return RequestOutput("0", prompt, [1, 2], outputs, finished)

@@ -29,9 +29,7 @@ def test_each_question_comes_with_all_that_was_said_before(invoke: Invoke, fake:
     ]
 
 
-def test_reset_forgets_the_conversation_but_not_the_system_message(
-    invoke: Invoke, fake: type[FakeLLM]
-) -> None:
+def test_reset_forgets_the_conversation_but_not_the_system_message(invoke: Invoke, fake: type[FakeLLM]) -> None:
     invoke("chat", "--system", "be brief", input="one\n/reset\ntwo\n")
     assert fake.made[0].conversations[-1] == [{"role": "system", "content": "be brief"}, user("two")]
 
@@ -73,9 +71,7 @@ def test_a_question_that_fails_is_dropped_and_the_session_goes_on(
     assert fake.made[0].conversations[-1] == [user("one"), assistant("one"), user("two")]
 
 
-def test_an_unknown_command_suggests_the_nearest_and_asks_nothing(
-    invoke: Invoke, fake: type[FakeLLM]
-) -> None:
+def test_an_unknown_command_suggests_the_nearest_and_asks_nothing(invoke: Invoke, fake: type[FakeLLM]) -> None:
     done = invoke("chat", input="/rest\n/help\n")
     assert "no command '/rest'; did you mean /reset?" in done.stderr
     assert "Ctrl-C stops the answer" in done.stderr

@@ -75,9 +75,7 @@ def test_prompts_come_from_arguments_files_and_the_standard_input(invoke: Invoke
     assert invoke("generate", "--prompt-file", str(file)).stdout == "from é\nfile\n"
     assert invoke("generate", input="from a pipe\n").stdout == "from a pipe\n"
     both = invoke("generate", "one", "--prompt-file", str(file), "--prompt-file", "-", input="in")
-    assert (
-        both.stdout == "--- prompt 1 ---\none#0\n--- prompt 2 ---\nfrom é\nfile#0\n--- prompt 3 ---\nin#0\n"
-    )
+    assert both.stdout == "--- prompt 1 ---\none#0\n--- prompt 2 ---\nfrom é\nfile#0\n--- prompt 3 ---\nin#0\n"
 
 
 def test_several_answers_are_told_apart(invoke: Invoke) -> None:
@@ -114,9 +112,7 @@ def test_stats_close_with_a_table_beside_the_answer(invoke: Invoke, monkeypatch:
     }
 
 
-def test_steps_that_ran_eager_are_shown_with_their_reason(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_ran_eager_are_shown_with_their_reason(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fake_engine.STATS.eager_steps", {"enforce_eager": 9})
     monkeypatch.setattr("fake_engine.STATS.rungs", {})
     shown = invoke("generate", "x", "--stats").stderr
