@@ -11,9 +11,7 @@ from mainspring.cli.chat import chat
 from mainspring.cli.command import command
 from mainspring.cli.generate import generate
 
-app = typer.Typer(
-    name="mainspring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+app = typer.Typer(name="mainspring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:

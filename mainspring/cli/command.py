@@ -14,9 +14,7 @@ import typer
 
 from mainspring.engine.options import UnknownOptionError
 
-Debug = Annotated[
-    bool, typer.Option("--debug", envvar="MAINSPRING_DEBUG", help="Show where an error comes from.")
-]
+Debug = Annotated[bool, typer.Option("--debug", envvar="MAINSPRING_DEBUG", help="Show where an error comes from.")]
 
 # What the user gave was wrong; everything else is exit status 1.
 _BAD_INPUT = (ValueError, UnknownOptionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -93,9 +91,7 @@ def _expand(function: Callable[..., None]) -> tuple[dict[str, type[Any]], list[i
             parameters += _fields_as_parameters(hint)
         else:
             parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
-    parameters.append(
-        inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
-    )
+    parameters.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
     return groups, parameters
 
 

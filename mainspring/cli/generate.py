@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def generate(
     engine: EngineOptions,
     sampling: SamplingOptions,
-    prompts: Annotated[
-        list[str] | None, Argument(metavar="PROMPT", help="Texts to go on from; quote each.")
-    ] = None,
+    prompts: Annotated[list[str] | None, Argument(metavar="PROMPT", help="Texts to go on from; quote each.")] = None,
     prompt_file: Annotated[
         list[str] | None,
         Option(metavar="FILE", help="A file that is one prompt (less its last newline); - is the input."),
@@ -28,9 +26,7 @@ def generate(
     chat: Annotated[
         bool, Option("--chat/--raw", help="Put each prompt as a question, through the chat template.")
     ] = False,
-    system: Annotated[
-        str | None, Option(help="With --chat: what the model is told before the question.")
-    ] = None,
+    system: Annotated[str | None, Option(help="With --chat: what the model is told before the question.")] = None,
     n: Annotated[int, Option("--n", "-n", help="Answers to each prompt.")] = 1,
     stats: Annotated[bool, Option("--stats", help="Close with a table of what the engine did.")] = False,
 ) -> None:

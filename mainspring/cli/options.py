@@ -61,13 +61,9 @@ class EngineOptions:
             rich_help_panel=_MODEL,
         ),
     ] = DEFAULT_MODEL
-    dtype: Annotated[
-        str | None, Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)
-    ] = None
+    dtype: Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)] = None
     device: Annotated[str | None, Option(help="cuda, cuda:1, cpu ...", rich_help_panel=_MODEL)] = None
-    load_format: Annotated[
-        str | None, Option(help="auto, or dummy for random weights.", rich_help_panel=_MODEL)
-    ] = None
+    load_format: Annotated[str | None, Option(help="auto, or dummy for random weights.", rich_help_panel=_MODEL)] = None
     max_model_len: Annotated[
         int | None, Option(help="Longest context in tokens, answer included.", rich_help_panel=_MEMORY)
     ] = None
@@ -132,9 +128,7 @@ class SamplingOptions:
         float,
         Option(help="0 takes the most likely token, always.", rich_help_panel=_SAMPLING),
     ] = 0.0
-    top_k: Annotated[
-        int, Option(help="Only the k most likely tokens; 0 is all.", rich_help_panel=_SAMPLING)
-    ] = 0
+    top_k: Annotated[int, Option(help="Only the k most likely tokens; 0 is all.", rich_help_panel=_SAMPLING)] = 0
     top_p: Annotated[
         float, Option(help="Only the likeliest tokens that make up this share.", rich_help_panel=_SAMPLING)
     ] = 1.0

@@ -59,9 +59,7 @@ class TokenDecoder:
         # Spaces are never "cleaned up": that changes text that was shown already.
         if self._fast:
             return str(self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
-        return str(
-            self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class TextStream:
@@ -152,9 +150,7 @@ class Detokenizer:
         """Whether the answer has ended, by ``finished`` or by a stop string."""
         return self._finished
 
-    def push(
-        self, token_ids: Sequence[int], finished: bool = False, *, ended_by_stop_id: bool = False
-    ) -> str | None:
+    def push(self, token_ids: Sequence[int], finished: bool = False, *, ended_by_stop_id: bool = False) -> str | None:
         """Take in the next tokens of the answer, in order.
 
         ``finished`` says that they are its last. ``ended_by_stop_id`` says that the last of them is a stop

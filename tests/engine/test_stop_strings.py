@@ -27,9 +27,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(TEXTS, STOPS, st.lists(st.integers(0, 100), max_size=8))
-def test_the_first_stop_is_found_wherever_the_pieces_are_cut(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
+def test_the_first_stop_is_found_wherever_the_pieces_are_cut(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher, before = StopMatcher(stops), 0
     found = None
     for piece in pieces_of(text, cuts):
