@@ -6,7 +6,9 @@ import logging
 import os
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from mainspring.engine.answers import Answer, Choice
 from mainspring.engine.block_pool import BlockPool
@@ -21,7 +23,7 @@ from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.settings import STOP_IDS_WIDTH, EngineSettings
 from mainspring.engine.stats import EngineStats, StepClock
 from mainspring.engine.step import IDLE
-from mainspring.models.loader import load_config, load_model
+from mainspring.models.loader import load_config, load_model, update_weights
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
 
@@ -159,6 +161,21 @@ class EngineCore:
         except Exception as lost:
             self._failure = lost
 
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Write ``(checkpoint name, tensor)`` pairs into the weights where they lie; returns how many there were.
+
+        Recordings stay valid and serve the new weights at once; the prefix cache is emptied, since its keys and values
+        come from the old ones. Answers under way go on with the new weights.
+        """
+        self._check_alive()
+        self.scheduler.pool.forget_cached()
+        return update_weights(self.runner.model, tensors)
+
+    def release_graphs(self) -> None:
+        """Give back the memory of everything recorded; it is recorded again when next needed."""
+        self._check_alive()
+        self.runner.release_graphs()
+
     def close(self) -> None:
         """End every request and give back the KV cache, the recordings and the model."""
         if self._failure is None and os.getpid() == self._process:
@@ -168,7 +185,9 @@ class EngineCore:
                 launched.results()
         self._in_flight.clear()
         self._choices.clear()
-        self.__dict__.pop("runner", None)
+        if "runner" in self.__dict__:
+            self.runner.deallocate()
+            del self.runner
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:
@@ -204,7 +223,7 @@ class EngineCore:
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The token ids that end the request, EOS ids included unless they are to be ignored."""
         eos = () if params.ignore_eos else self.config.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        stop_ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
         if len(stop_ids) > STOP_IDS_WIDTH:
             raise RequestError(
                 f"{len(stop_ids)} stop token ids (EOS included) > {STOP_IDS_WIDTH}, the width of the step's stop-id "

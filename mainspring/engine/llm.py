@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from mainspring.engine.answers import Answer
 from mainspring.engine.core import EngineCore
@@ -45,16 +47,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
+        ``priority`` has one number per prompt; the lower is served first, 0 where none is given.
         ``sampling_params`` is one for all, or one per prompt. Raises ``RequestError`` before anything runs when a
         prompt cannot be served. Ctrl-C ends these requests, frees what they held and raises ``KeyboardInterrupt``.
         """
         if isinstance(prompts, (str, Mapping)):
             prompts = [prompts]
         encoded = [self._encode(prompt) for prompt in prompts]
-        return self._run(encoded, sampling_params, use_tqdm)
+        return self._run(encoded, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -79,6 +83,14 @@ class LLM:
         """Answer one conversation, yielding the answer so far as ``stream`` does."""
         return self._stream(self._encode_chat(messages), sampling_params)
 
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Replace weights in place by their checkpoint names, any subset in any order; see ``EngineCore``."""
+        return self.core.update_weights(tensors)
+
+    def release_graphs(self) -> None:
+        """Give back the memory of everything recorded; it is recorded again when next needed."""
+        self.core.release_graphs()
+
     def stats(self) -> EngineStats:
         """What the engine has done since it was made."""
         return self.core.stats()
@@ -100,12 +112,16 @@ class LLM:
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_for(sampling_params, len(prompts))
+        ranks = [0] * len(prompts) if priority is None else priority
+        if len(ranks) != len(prompts):
+            raise RequestError(f"{len(ranks)} priorities for {len(prompts)} prompts; give one per prompt")
         answers: list[Answer] = []
         try:
-            for (text, token_ids), each in zip(prompts, params, strict=True):
-                answers.append(self.core.add(self._next_id(), token_ids, each, prompt=text))
+            for (text, token_ids), each, rank in zip(prompts, params, ranks, strict=True):
+                answers.append(self.core.add(self._next_id(), token_ids, each, prompt=text, priority=rank))
             self._finish(answers, use_tqdm)
         finally:
             for answer in answers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -87,15 +88,19 @@ class ModelRunner:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate a KV cache of ``num_blocks`` usable blocks (the null block comes on top); nothing is recorded yet."""
+        """Allocate a KV cache of ``num_blocks`` usable blocks (the null block comes on top); record nothing yet."""
         cache = allocate_kv_cache(self.kv_spec, num_blocks + 1, self.limits.device)
         self.buffers.adopt("kv_cache", cache)
         self._step = Step(self.model, layer_views(cache), self.seats, self.ring, self.logits, self.limits.block_size)
 
-    def deallocate(self) -> None:
-        """Give back the KV cache and everything recorded on it."""
+    def release_graphs(self) -> None:
+        """Give back everything recorded; a step that needs a recording makes it anew."""
         for runner in self.runners.values():
             runner.release()
+
+    def deallocate(self) -> None:
+        """Give back the KV cache and everything recorded on it."""
+        self.release_graphs()
         if self._step is not None:
             self._step = None
             self.buffers.remove("kv_cache")
@@ -151,7 +156,11 @@ class ModelRunner:
     def _launch_prefill(self, plan: PrefillPlan) -> LaunchedStep:
         completed = tuple(chunk.request for chunk in plan.chunks if chunk.is_last)
         self.seats.write([(_seat_of(request), seat_state(request)) for request in completed], self.upload)
-        tokens, positions, token_seats, lengths, last = [], [], [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        token_seats: list[int] = []
+        lengths: list[int] = []
+        last: list[int] = []
         for chunk in plan.chunks:
             end = chunk.start + chunk.length
             tokens += chunk.request.token_span(chunk.start, end)
@@ -160,18 +169,18 @@ class ModelRunner:
             lengths.append(chunk.length)
             if chunk.is_last:
                 last.append(len(tokens) - 1)
-        parts = [
+        parts: list[Sequence[int]] = [
             tokens,
             positions,
             token_seats,
             [_seat_of(chunk.request) for chunk in plan.chunks],
-            np.concatenate(([0], np.cumsum(lengths))),
+            list(accumulate(lengths, initial=0)),
             [chunk.start + chunk.length for chunk in plan.chunks],
             last,
             [_seat_of(request) for request in completed],
         ]
         packed = self.upload(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
-        pieces = packed.split([len(part) for part in parts])
+        pieces = torch.split(packed, [len(part) for part in parts])
         sampler = self.samplers[FULL if any(needs_full_sampler(request) for request in completed) else PLAIN]
         self.step.prefill(self._prefill_inputs(*pieces[:6]), pieces[6], pieces[7], sampler)
         self.prefill_tokens += len(tokens)

@@ -8,11 +8,11 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class OperationCounter(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations other than views, each of which is at least one kernel launch on a GPU."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
 
     @classmethod

@@ -6,17 +6,12 @@ import enum
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from mainspring.engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
-
-
-class HasMaxTokens(Protocol):
-    """What the scheduler needs to know of the sampling parameters."""
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens to generate; None means as many as the context allows."""
 
 
 class RequestStatus(enum.Enum):
@@ -44,7 +39,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: list[int]
-    params: HasMaxTokens
+    params: SamplingParams
     arrival: int
     """Sequence number; requests of equal priority are served in this order."""
     priority: int = 0

@@ -64,7 +64,8 @@ class EngineSettings:
                 raise SettingsError(f"{name} is {value!r}; it must be a whole number of at least 1")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise SettingsError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it is a share of the GPU's memory, above 0 and at most 1"
+                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it is a share of the GPU's memory, "
+                "above 0 and at most 1"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise SettingsError(f"seed is {self.seed!r}; it must be a whole number")

@@ -98,8 +98,11 @@ class Step:
         self.finish(hidden, seats, runs, sampler)
 
     def prefill(self, inputs: ModelInputs, last: torch.Tensor, seats: torch.Tensor, sampler: Sampler) -> None:
-        """Run prompt chunks; ``last`` ``[m]`` are the indices of the tokens that complete a prompt and ``seats`` ``[m]``
-        their requests' seats: each of those samples its first token. ``m`` may be 0."""
+        """Run prompt chunks and sample the first token of each prompt that they complete.
+
+        ``last`` ``[m]`` are the indices of the tokens that complete a prompt and ``seats`` ``[m]`` their requests'
+        seats; ``m`` may be 0.
+        """
         hidden = self.model(inputs, self.kv_cache)
         if len(last):
             runs = self.seats.alive[seats] != 0

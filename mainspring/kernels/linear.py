@@ -56,8 +56,9 @@ class LinearWeight:
 class PackedLinearWeight(LinearWeight):
     """A dense CPU weight re-ordered once into oneDNN's blocked layout.
 
-    Faster than the plain layout, and the product of a row does not depend on how many rows there are. The
-    packed tensor is opaque: it has no address, so a recording can name it but not check it.
+    Faster than the plain layout, and among a few rows the product of one does not depend on how many there
+    are: where oneDNN takes another path for a lone row, which is tried when packing, it is multiplied as two.
+    The packed tensor is opaque: it has no address, so a recording can name it but not check it.
     """
 
     kind = "packed"
@@ -70,6 +71,12 @@ class PackedLinearWeight(LinearWeight):
                 "pack_linear() leaves such a weight as it is"
             )
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        probe = torch.linspace(-1, 1, 2 * self.in_features).view(2, -1).to(weight.dtype)
+        self._double_lone_row = not torch.equal(self._product(probe)[:1], self._product(probe[:1]))
+
+    def _product(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +87,10 @@ class PackedLinearWeight(LinearWeight):
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute ``x @ weight.T + bias``; see :func:`linear`."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if x.shape[0] == 1 and self._double_lone_row:
+            product = self._product(x.expand(2, -1))[:1]
+        else:
+            product = self._product(x)
         return product if out is None else out.copy_(product)
 
 

@@ -52,13 +52,15 @@ def rope_and_cache_reference(
     """What :func:`rope_and_cache` computes, in plain torch."""
     num_kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    heads = qkv.unflatten(1, (-1, head_dim))
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q_and_k, v = qkv.view(qkv.shape[0], -1, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_weight is not None and k_weight is not None:
+        q, k = q_and_k.split((num_heads, num_kv_heads), dim=1)
         q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
-    q, k = apply_rope_reference(q, k, cos_sin, positions)
+        q_and_k = torch.cat((q, k), dim=1)
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    q, k = _rotate(q_and_k, cos, sin).split((num_heads, num_kv_heads), dim=1)
     write_kv_reference(k, v, k_cache, v_cache, slots)
-    return q
+    return q.contiguous()
 
 
 _apply_rope = register(

@@ -252,4 +252,5 @@ def seconds_for(decoder: TokenDecoder, ids: list[int]) -> float:
 @pytest.mark.parametrize("ids", [[57], STARS_IDS, [230]], ids=["letters", "emoji", "bytes of no character"])
 def test_the_cost_of_a_token_does_not_grow_with_the_answer(decoder: TokenDecoder, ids: list[int]) -> None:
     short, long = seconds_for(decoder, ids * 400), seconds_for(decoder, ids * 4000)
-    assert long < 30 * short  # ten times the tokens; a whole decode for each would take a hundred times as long
+    # Ten times the tokens. A whole decode for each token would take a hundred times as long.
+    assert long < 30 * short

@@ -116,9 +116,7 @@ def test_mma_takes_every_number_of_rows(rows: int, tile: Tile, prologue: Prologu
     x = draw((rows, 2 * k if prologue == Prologue.SILU else k), dtype)
     weight, g, r = WeightOperand.dense(draw((n, k), dtype, k**-0.5)), draw((k,), dtype), draw((rows, n), dtype)
     whole = poisoned(rows, n, dtype)
-    got = skinny_matmul(
-        x, weight, tile, out=whole[:, :n], norm_weight=g, residual=r, prologue=prologue
-    )
+    got = skinny_matmul(x, weight, tile, out=whole[:, :n], norm_weight=g, residual=r, prologue=prologue)
     close(got, reference_matmul(x, weight, norm_weight=g, residual=r, prologue=prologue), dtype)
     assert torch.isnan(whole[:, n:]).all()
 

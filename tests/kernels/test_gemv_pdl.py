@@ -77,9 +77,7 @@ def product_case(tile: Tile, rows: int, prologue: Prologue, epilogue: Epilogue, 
         )
 
         def first_stage(wait: bool, pdl: bool) -> None:
-            head_argmax(
-                x, weight, tile, workspace=workspace, norm_weight=gain, prologue=prologue, pdl=pdl, wait=wait
-            )
+            head_argmax(x, weight, tile, workspace=workspace, norm_weight=gain, prologue=prologue, pdl=pdl, wait=wait)
 
         return Case(x, workspace[0], first_stage)
     out = torch.zeros(rows, N // 2 if epilogue == Epilogue.SWIGLU else N, device="cuda", dtype=dtype)
@@ -131,9 +129,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "dot, norm, swiglu": lambda: product_case(DOT, 17, NORM, Epilogue.SWIGLU, False),
     "dot, arg-max": lambda: product_case(DOT, 4, PLAIN, Epilogue.ARGMAX, False),
     "mma": lambda: product_case(MMA, 1, PLAIN, Epilogue.PLAIN, False),
-    "mma, staged": lambda: product_case(
-        Tile("mma", 8, 256, 4, 2, split_k=4), 1, PLAIN, Epilogue.PLAIN, True
-    ),
+    "mma, staged": lambda: product_case(Tile("mma", 8, 256, 4, 2, split_k=4), 1, PLAIN, Epilogue.PLAIN, True),
     "mma, norm, swiglu": lambda: product_case(MMA, 1, NORM, Epilogue.SWIGLU, False),
     "mma, 16 rows, residual": lambda: product_case(MMA, 16, NORM, Epilogue.PLAIN, True),
     "mma, arg-max": lambda: product_case(MMA, 1, NORM, Epilogue.ARGMAX, False),

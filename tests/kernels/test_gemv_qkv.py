@@ -23,9 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (6, 3, 20)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_fused_equals_separate_steps(
-    norm: bool, heads: int, kv_heads: int, d: int, dtype: torch.dtype
-) -> None:
+def test_fused_equals_separate_steps(norm: bool, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
     torch.manual_seed(heads * d)
     tokens = 3
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * d, device=DEVICE).to(dtype)
@@ -35,9 +33,7 @@ def test_fused_equals_separate_steps(
     slots = torch.tensor([5, -1, 14], device=DEVICE)
     gains = {}
     if norm:
-        gains = {
-            name: torch.randn(d, device=DEVICE).to(dtype) for name in ("q_norm_weight", "k_norm_weight")
-        }
+        gains = {name: torch.randn(d, device=DEVICE).to(dtype) for name in ("q_norm_weight", "k_norm_weight")}
     caches = [torch.full((4, 4, kv_heads, d), float("nan"), device=DEVICE, dtype=dtype) for _ in range(4)]
     out = torch.full((tokens, heads, d), float("nan"), device=DEVICE, dtype=dtype)
     got = qk_norm_rope_write(qkv, *caches[:2], cos_sin, positions, slots, heads, out=out, **gains)

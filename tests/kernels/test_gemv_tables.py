@@ -50,9 +50,7 @@ def test_least_measured_rows_that_suffice_are_chosen() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 64, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("matrix_units", [False, True])
-def test_rule_gives_a_tile_whose_kernel_takes_it(
-    k: int, rows: int, dtype: torch.dtype, matrix_units: bool
-) -> None:
+def test_rule_gives_a_tile_whose_kernel_takes_it(k: int, rows: int, dtype: torch.dtype, matrix_units: bool) -> None:
     tile = default_tile(256, k, rows, dtype, matrix_units=matrix_units)
     limits = {"vector": 8, "mma": 16, "dot": 64, "library": 1 << 30}
     assert rows <= limits[tile.kernel]

@@ -25,6 +25,20 @@ def test_linear_equals_the_formula(dtype: torch.dtype, bias: bool, packed: bool,
     assert weight.nbytes == (32 * 48 + (32 if bias else 0)) * dtype.itemsize
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (3072, 576)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_product_of_a_row_does_not_depend_on_its_company(
+    dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    weight = pack_linear(LinearWeight(torch.randn(outputs, inputs).to(dtype)))
+    if weight.kind != "packed":
+        pytest.skip(f"oneDNN cannot pack {dtype} on this machine")
+    x = torch.randn(16, inputs).to(dtype)
+    together = linear(x, weight)
+    for rows in (1, 2, 3, 8, 15):
+        assert torch.equal(linear(x[:rows], weight), together[:rows])
+
+
 def test_tensors_names_what_a_product_reads() -> None:
     w, b = torch.randn(4, 3), torch.randn(4)
     assert set(LinearWeight(w).tensors()) == {"weight"}

@@ -118,9 +118,11 @@ def test_top_k_1_and_a_tiny_top_p_are_the_arg_max_even_among_equals(dtype: torch
 def test_settings_that_are_off_change_nothing() -> None:
     logits = torch.randn(64, 100)
     plain = draw(logits, positions=range(64), filters=False)
-    settings = [("top_k", 0), ("top_k", -1), ("top_k", 100), ("top_k", 10**6), ("top_p", 1.0), ("min_p", 0.0)]
-    for name, off in settings:
-        assert torch.equal(draw(logits, positions=range(64), **{name: off}), plain)
+    off = {"top_k": [0, -1, 100, 10**6], "top_p": [1.0, 1.5], "min_p": [0.0, -0.5]}
+    for name, values in off.items():
+        for value in values:
+            for function in (sample, sample_reference):
+                assert torch.equal(draw(logits, function, positions=range(64), **{name: value}), plain)
 
 
 @settings(max_examples=60)

@@ -49,9 +49,7 @@ def _mass(x, highest, temperature):
 
 
 @triton.jit
-def _at_or_above(
-    source_ptr, size, low, unit, highest, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr
-):
+def _at_or_above(source_ptr, size, low, unit, highest, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr):
     """How many ids, or how much mass, have a key of at least ``low + j * unit``, for j = 0..3: int64 [4]."""
     edges = low + tl.arange(0, 4).to(tl.uint32) * unit
     totals = tl.zeros((4,), tl.int64)
@@ -72,9 +70,7 @@ def _pick(values, index):
 
 
 @triton.jit
-def _highest_key_reaching(
-    source_ptr, size, target, highest, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr
-):
+def _highest_key_reaching(source_ptr, size, target, highest, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr):
     """The highest key at or above which lie at least ``target`` ids (or, as fp64, mass)."""
     low = (size * 0).to(tl.uint32)
     unit = low + 0x40000000
@@ -198,9 +194,7 @@ def _filter_kernel(
             x = tl.load(logits_row + start + lanes, mask=inside, other=float("-inf")).to(tl.float32)
             equal = ((x == cut_logit) & inside).to(tl.int32)
             number = seen + tl.cumsum(equal, 0).to(tl.int64)
-            cut_id = tl.minimum(
-                cut_id, tl.min(tl.where((number == kept) & (equal != 0), start + lanes, vocab_size), 0)
-            )
+            cut_id = tl.minimum(cut_id, tl.min(tl.where((number == kept) & (equal != 0), start + lanes, vocab_size), 0))
             seen += tl.sum(equal, 0).to(tl.int64)
     tl.store(cut_logit_ptr + row, cut_logit)
     tl.store(cut_id_ptr + row, cut_id)
