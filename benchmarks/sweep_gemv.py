@@ -132,6 +132,45 @@ def mma_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
                 yield replace(tile, per_sm=per_sm, inner=rows == 1)
 
 
+def ring_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
+    """Gluon tiles with the weights in shared memory: all of a tile at once, or a ring under several tiles."""
+    if rows > 16:
+        return
+    choices = []
+    for block_k in (256, 512, 1024, 2048):
+        chunks = -(-k // block_k)
+        if block_k > triton.next_power_of_2(k):
+            continue
+        for block_n in (8, 16, 32):
+            for warps in (4, 8):
+                chunk = 2 * block_n * block_k
+                if block_n < 8 or block_k < 64 * warps or not 16 <= chunk // (64 * warps) <= 256:
+                    continue
+                if chunks <= 4 and chunks * chunk <= 65536:
+                    programs = n / block_n / 132
+                    waste = 1 - programs / -(-programs // 1) + abs(chunks * chunk / 32768 - 1) / 4
+                    choices.append((waste, Tile("ring", block_n, block_k, warps, stages=chunks, split_k=warps)))
+                for per_sm, room in ((1, 98304), (2, 98304), (1, 196608), (2, 196608), (3, 196608)):
+                    turns = n / block_n / (132 * per_sm)
+                    stages = room // per_sm // chunk
+                    if turns < 1.5 or not 2 <= stages <= 12:
+                        continue
+                    waste = 0.1 + 1 - turns / -(-turns // 1) + abs(stages - 6) / 12 + 0.1 * abs(per_sm - 2)
+                    tile = Tile("ring", block_n, block_k, warps, per_sm=per_sm, stages=min(stages, 8), split_k=warps)
+                    choices.append((waste, tile))
+    choices.sort(key=lambda pair: pair[0])
+    for _, tile in choices[:most]:
+        yield tile
+
+
+CANDIDATES = {
+    "mma": mma_candidates,
+    "ring": ring_candidates,
+    "vector": vector_candidates,
+    "dot": dot_candidates,
+}
+
+
 class Sweep:
     """One model and number of rows on one GPU."""
 
@@ -154,8 +193,7 @@ class Sweep:
     def candidates(self, product: str) -> list[Tile]:
         """Tiles to try for a product."""
         n, k = self.shape.shape(product)
-        makers = {"vector": vector_candidates, "dot": dot_candidates, "mma": mma_candidates}
-        return [tile for name in self.kernels for tile in makers[name](n, k, self.rows, self.most)]
+        return [tile for name in self.kernels for tile in CANDIDATES[name](n, k, self.rows, self.most)]
 
     def operands(self, product: str) -> list[WeightOperand]:
         """The product's distinct weights."""
@@ -211,7 +249,7 @@ class Sweep:
             print(f"    {micro:7.2f} us  {nbytes / micro / 1e6:5.2f} TB/s  {tile.short()}")
         own = [tile for _, tile in results if tile != LIBRARY]
         best = own[:keep]
-        for kernel in ("vector", "dot", "mma"):
+        for kernel in ("vector", "dot", "mma", "ring"):
             if kernel not in {tile.kernel for tile in best}:
                 best += [tile for tile in own if tile.kernel == kernel][:1]
         return [*best, LIBRARY]
@@ -389,7 +427,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all")
     parser.add_argument("--candidates", type=int, default=24, help="tiles of each kernel to try for a product")
-    parser.add_argument("--kernels", nargs="+", default=["mma", "vector", "dot"], choices=["mma", "vector", "dot"])
+    parser.add_argument("--kernels", nargs="+", default=["mma", "ring", "vector", "dot"], choices=CANDIDATES)
     parser.add_argument("--save", action="store_true", help="write the table of tiles, into --out and the package")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for sweep_gemv.json")
     options = parser.parse_args()

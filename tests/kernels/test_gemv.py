@@ -28,13 +28,15 @@ DOT = [
     Tile("dot", block_n=16, block_k=64, prefetch=1),
     Tile("dot", block_n=32, block_k=64, prefetch=2, split_k=2),
 ]
-MMA = [
+UNITS = [
     Tile("mma", block_n=8, block_k=128, warps=4, prefetch=1, split_k=4),
     Tile("mma", block_n=16, block_k=64, warps=2, prefetch=2, split_k=1, inner=False),
     Tile("mma", block_n=8, block_k=64, warps=2, prefetch=1, split_k=2, per_sm=1),
     Tile("mma", block_n=16, block_k=32, warps=1, prefetch=9, inner=False),
+    Tile("ring", block_n=8, block_k=128, warps=2, split_k=2, stages=4),
+    Tile("ring", block_n=16, block_k=64, warps=2, split_k=1, stages=3, per_sm=1),
 ]
-TILES = VECTOR + DOT + (MMA if DEVICE == "cuda" else [])
+TILES = VECTOR + DOT + (UNITS if DEVICE == "cuda" else [])
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -56,8 +58,8 @@ def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 40, 128), (3, 37, 200)])
 def test_product_equals_fp64(tile: Tile, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
-    if tile.kernel == "mma" and dtype == torch.float32:
-        pytest.skip("the mma kernel is for 16-bit operands")
+    if tile.kernel in ("mma", "ring") and dtype == torch.float32:
+        pytest.skip("these kernels are for 16-bit operands")
     torch.manual_seed(rows * n + k)
     x, w, b = draw((rows, k), dtype), draw((n, k), dtype, k**-0.5), draw((n,), dtype)
     r = draw((rows, n), dtype)
@@ -106,11 +108,11 @@ def test_head_argmax_is_that_of_stored_logits(tile: Tile) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 13, 16])
-@pytest.mark.parametrize("tile", MMA, ids=Tile.short)
+@pytest.mark.parametrize("tile", UNITS, ids=Tile.short)
 @pytest.mark.parametrize("prologue", list(Prologue), ids=lambda p: p.name)
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="Gluon kernels have no interpreter")
-def test_mma_takes_every_number_of_rows(rows: int, tile: Tile, prologue: Prologue) -> None:
+def test_matrix_units_take_every_number_of_rows(rows: int, tile: Tile, prologue: Prologue) -> None:
     dtype, n, k = torch.float16, 1000, 416
     torch.manual_seed(rows)
     x = draw((rows, 2 * k if prologue == Prologue.SILU else k), dtype)

@@ -81,16 +81,17 @@ def reference_matmul(
     return out
 
 
-def check_mma(x: torch.Tensor, tile: Tile) -> None:
+def check_units(x: torch.Tensor, tile: Tile) -> None:
     """Refuse what the Gluon kernels cannot do, in time to say why."""
     if x.device.type != "cuda" or interpreting():
         raise ValueError(f"the {tile.kernel} kernel runs on CUDA devices only; use vector or dot")
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the {tile.kernel} kernel multiplies bfloat16 and float16, got {x.dtype}; use vector")
     across = tile.warps // tile.split_k
-    if across < 1 or tile.block_n < 8 * across or tile.block_k < 32 * max(tile.split_k, tile.warps):
+    least = max(32 * tile.warps, (32 if tile.kernel == "mma" else 64) * tile.split_k)
+    if across < 1 or tile.block_n < 8 * across or tile.block_k < least:
         raise ValueError(
-            f"the {tile.kernel} kernel needs split_k <= warps, block_n >= 8 * warps / split_k and block_k >= 32 * warps,"
+            f"the {tile.kernel} kernel needs split_k <= warps, block_n >= 8 * warps / split_k and block_k >= {least},"
             f" got {tile.short()}"
         )
 
@@ -128,8 +129,8 @@ def make_plan(
         raise ValueError("a residual can be added by the PLAIN epilogue only")
     if tile.kernel == "dot" and (tile.block_n < 16 or tile.block_k // tile.split_k < 16):
         raise ValueError(f"the dot kernel needs block_n >= 16 and block_k / split_k >= 16, got {tile.short()}")
-    if tile.kernel == "mma":
-        check_mma(x, tile)
+    if tile.kernel in ("mma", "ring"):
+        check_units(x, tile)
     supported = pdl_supported(x.device)
     return LaunchPlan(
         rows=rows,
@@ -157,6 +158,10 @@ def _launcher(kernel: str) -> Launch:
         from mainspring.kernels.triton.gemv_mma import launch_mma
 
         return launch_mma
+    if kernel == "ring":
+        from mainspring.kernels.triton.gemv_ring import launch_ring
+
+        return launch_ring
     raise ValueError(f"no Triton kernel is called {kernel!r}")
 
 

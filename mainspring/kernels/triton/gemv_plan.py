@@ -26,7 +26,7 @@ class Tile:
             with one row, spread x over the program's threads and pass it through shared memory.
         evict: L2 eviction policy of the weight loads, "" or "evict_first".
         split_k: ``dot`` and ``mma``: slices of a chunk's K that are summed at the end, one for each group of warps.
-        stages: ``dot``: depth of the software pipeline behind the prefetch.
+        stages: ``dot``: depth of the software pipeline behind the prefetch. ``ring``: chunks under way at a time.
     """
 
     kernel: str = "vector"
@@ -71,8 +71,8 @@ class Tile:
         text = f"{self.kernel} n{self.block_n} k{self.block_k} w{self.warps} p{self.prefetch}"
         text += f" x{self.per_sm}" if self.per_sm else ""
         text += f" s{self.split_k}" if self.split_k > 1 else ""
-        text += f" st{self.stages}" if self.kernel == "dot" else ""
-        text += "" if self.inner or self.kernel == "dot" else " flat"
+        text += f" st{self.stages}" if self.kernel in ("dot", "ring") else ""
+        text += "" if self.inner or self.kernel in ("dot", "ring") else " flat"
         return text + (" keep" if not self.evict else "")
 
 
