@@ -2,10 +2,11 @@
 
     python benchmarks/sweep_gemv.py --out DIR --budget 420 --models qwen3-0.6b --rows 1
 
-For each model and number of rows: every candidate tile of every product is checked against fp64 and timed over the
-layers' distinct weights; the best are tried in the whole chain, one product at a time; the winners, and the chain in
-its variants (library, bare products, unfused, fused, without PDL), are printed, and saved as JSON after each model.
-``--save`` also writes the table that the engine chooses tiles from. ``--help`` lists the rest.
+For each model and number of rows: every candidate tile of every product is checked against fp64 and timed
+over the layers' distinct weights; the best are tried in the whole chain, one product at a time; the
+winners, and the chain in its variants (library, bare products, unfused, fused, without PDL), are printed,
+and saved as JSON after each model. ``--save`` also writes the table that the engine chooses tiles from.
+``--help`` lists the rest.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from gemv_chain import (  # noqa: E402
+
+from benchmarks.gemv_candidates import CANDIDATES  # noqa: E402
+from benchmarks.gemv_chain import (  # noqa: E402
     EPS,
     PRODUCTS,
     SHAPES,
@@ -35,8 +39,7 @@ from gemv_chain import (  # noqa: E402
     record,
     time_graph,
 )
-from gemv_compile import Compilers, Job  # noqa: E402
-
+from benchmarks.gemv_compile import Compilers, Job  # noqa: E402
 from mainspring.kernels.triton.gemv_common import Epilogue, Prologue, WeightOperand  # noqa: E402
 from mainspring.kernels.triton.gemv_ops import head_argmax, reference_matmul, skinny_matmul  # noqa: E402
 from mainspring.kernels.triton.gemv_plan import Tile  # noqa: E402
@@ -47,130 +50,6 @@ FUSIONS = ("norm", "swiglu", "residual", "head")
 ERROR_LIMIT = 6e-3
 
 
-def vector_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
-    """Vector tiles worth trying: 16 to 96 registers of weights a thread, at most four rows."""
-    if rows > 4:
-        return
-    choices = []
-    for block_k in (256, 512, 1024, 2048):
-        if block_k > triton.next_power_of_2(k):
-            continue
-        chunks = -(-k // block_k)
-        for block_n in (2, 4, 8, 16):
-            for warps in (1, 2, 4, 8):
-                for prefetch in sorted({1, 2, 4, chunks}):
-                    if prefetch > chunks or chunks > 16:
-                        continue
-                    each = block_n * block_k * prefetch // (32 * warps)
-                    if not 16 <= each <= 192 or block_n * block_k // (32 * warps) < 8:
-                        continue
-                    waste = abs(each - 64) / 64 + (0.5 if block_k != 256 * warps else 0.0)
-                    waste += 0.3 * (n // block_n < 128)
-                    choices.append((waste, Tile("vector", block_n, block_k, warps, prefetch)))
-    choices.sort(key=lambda pair: pair[0])
-    for _, tile in choices[:most]:
-        yield tile
-    for _, tile in choices[: most // 4]:
-        yield replace(tile, inner=False)
-    if n > 16384:
-        for per_sm in (2, 4, 8):
-            for _, tile in choices[: most // 4]:
-                yield replace(tile, per_sm=per_sm)
-
-
-def dot_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
-    """``tl.dot`` tiles worth trying, the ones with enough programs first."""
-    choices = []
-    for block_n in (16, 32, 64):
-        for block_k in (128, 256, 512):
-            for split in (1, 2, 4):
-                for warps in (4, 8):
-                    for prefetch in (1, 2, 4):
-                        each = block_n * block_k * prefetch // (32 * warps)
-                        if block_k > k or not 16 <= each <= 128 or split * (block_n // 16) > 2 * warps:
-                            continue
-                        waste = abs(each - 48) / 48 + 0.5 * (n // block_n < 128) + 0.2 * (split == 1) * (block_n == 16)
-                        choices.append((waste, Tile("dot", block_n, block_k, warps, prefetch, split_k=split)))
-    choices.sort(key=lambda pair: pair[0])
-    for _, tile in choices[:most]:
-        yield tile
-
-
-def mma_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
-    """Gluon tiles worth trying: 16 to 96 registers of weights a thread, and a round number of programs."""
-    if rows > 16:
-        return
-    choices = []
-    for block_k in (256, 512, 1024, 2048, 4096):
-        chunks = -(-k // block_k)
-        if block_k > triton.next_power_of_2(k) or chunks > 32:
-            continue
-        for block_n in (8, 16, 32):
-            for warps in (2, 4, 8, 16):
-                for split in (warps, warps // 2, warps // 4):
-                    for prefetch in sorted({1, 2, 4, chunks}):
-                        if split < 1 or prefetch > chunks or block_n < 8 * (warps // split) or block_k < 32 * warps:
-                            continue
-                        registers = block_n * block_k * prefetch // (64 * warps)
-                        if not 8 <= registers <= 96:
-                            continue
-                        programs = n / block_n / 132
-                        waves = -(-programs // 1)
-                        waste = abs(registers - 40) / 40 + (1 - programs / waves) + 0.3 * (split != warps)
-                        waste += 0.5 * (prefetch < chunks and chunks * registers // prefetch <= 96)
-                        waste += 0.4 * (block_k > 128 * warps)
-                        choices.append((waste, Tile("mma", block_n, block_k, warps, prefetch, split_k=split)))
-    choices.sort(key=lambda pair: pair[0])
-    for _, tile in choices[:most]:
-        yield replace(tile, inner=False)
-    if rows == 1:
-        for _, tile in choices[: most // 2]:
-            yield tile
-    if n > 16384:
-        for per_sm in (2, 4):
-            for _, tile in choices[: most // 4]:
-                yield replace(tile, per_sm=per_sm, inner=rows == 1)
-
-
-def ring_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
-    """Gluon tiles with the weights in shared memory: all of a tile at once, or a ring under several tiles."""
-    if rows > 16:
-        return
-    choices = []
-    for block_k in (256, 512, 1024, 2048):
-        chunks = -(-k // block_k)
-        if block_k > triton.next_power_of_2(k):
-            continue
-        for block_n in (8, 16, 32):
-            for warps in (4, 8):
-                chunk = 2 * block_n * block_k
-                if block_n < 8 or block_k < 64 * warps or not 16 <= chunk // (64 * warps) <= 256:
-                    continue
-                if chunks <= 4 and chunks * chunk <= 65536:
-                    programs = n / block_n / 132
-                    waste = 1 - programs / -(-programs // 1) + abs(chunks * chunk / 32768 - 1) / 4
-                    choices.append((waste, Tile("ring", block_n, block_k, warps, stages=chunks, split_k=warps)))
-                for per_sm, room in ((1, 98304), (2, 98304), (1, 196608), (2, 196608), (3, 196608)):
-                    turns = n / block_n / (132 * per_sm)
-                    stages = room // per_sm // chunk
-                    if turns < 1.5 or not 2 <= stages <= 12:
-                        continue
-                    waste = 0.1 + 1 - turns / -(-turns // 1) + abs(stages - 6) / 12 + 0.1 * abs(per_sm - 2)
-                    tile = Tile("ring", block_n, block_k, warps, per_sm=per_sm, stages=min(stages, 8), split_k=warps)
-                    choices.append((waste, tile))
-    choices.sort(key=lambda pair: pair[0])
-    for _, tile in choices[:most]:
-        yield tile
-
-
-CANDIDATES = {
-    "mma": mma_candidates,
-    "ring": ring_candidates,
-    "vector": vector_candidates,
-    "dot": dot_candidates,
-}
-
-
 class Sweep:
     """One model and number of rows on one GPU."""
 
@@ -179,7 +58,13 @@ class Sweep:
         compilers: Compilers | None, kernels: list[str],
     ) -> None:  # fmt: skip
         """``deadline`` is a ``time.monotonic()`` value after which nothing new is started."""
-        self.weights, self.rows, self.bandwidth, self.deadline, self.most = weights, rows, bandwidth, deadline, most
+        self.weights, self.rows, self.bandwidth, self.deadline, self.most = (
+            weights,
+            rows,
+            bandwidth,
+            deadline,
+            most,
+        )
         self.compilers, self.kernels = compilers, kernels
         self.shape = weights.shape
         self.device = weights.norms.device
@@ -278,7 +163,10 @@ class Sweep:
                 trial = layers({**chosen, product: tile})
                 if trial < record_time:
                     record_time, chosen = trial, {**chosen, product: tile}
-        print(f"  layers alone {record_time:.4f} ms: " + "; ".join(f"{p} {t.short()}" for p, t in chosen.items()))
+        print(
+            f"  layers alone {record_time:.4f} ms: "
+            + "; ".join(f"{p} {t.short()}" for p, t in chosen.items())
+        )
         return chosen
 
     def fused_jobs(self, tiles: dict[str, Tile]) -> list[Job]:
@@ -311,8 +199,10 @@ class Sweep:
             columns = weight.rows // (2 if epilogue == Epilogue.SWIGLU else 1)
             beside = torch.randn((rows, columns), device=self.device, dtype=dtype) if residual else None
             out = torch.full((rows, columns), float("nan"), device=self.device, dtype=dtype)
-            arguments = {"residual": beside, "norm_weight": norms, "eps": EPS}
-            skinny_matmul(x, weight, tiles[product], out=out, prologue=prologue, epilogue=epilogue, **arguments)
+            arguments: dict[str, Any] = {"residual": beside, "norm_weight": norms, "eps": EPS}
+            skinny_matmul(
+                x, weight, tiles[product], out=out, prologue=prologue, epilogue=epilogue, **arguments
+            )
             wanted = reference_matmul(x, weight, prologue=prologue, epilogue=epilogue, **arguments)
             errors[name] = float((out.double() - wanted).norm() / wanted.norm())
 
@@ -331,13 +221,17 @@ class Sweep:
                 errors[name] = float("nan")
         try:
             x = torch.randn((rows, self.shape.hidden), device=self.device, dtype=dtype)
-            arguments = {"norm_weight": norms, "eps": EPS, "prologue": Prologue.NORM}
+            arguments: dict[str, Any] = {"norm_weight": norms, "eps": EPS, "prologue": Prologue.NORM}
             token = head_argmax(x, self.weights.head, tiles["head"], **arguments)
             logits = skinny_matmul(x, self.weights.head, tiles["head"], **arguments)
             errors["arg-max rows that differ"] = float((token != logits.argmax(-1)).sum())
         except Exception as problem:
             self.failures.append(f"head arg-max: {str(problem)[-200:]}")
         return errors
+
+    def chain(self, tiles: dict[str, Tile], fuse: frozenset[str]) -> Chain:
+        """The whole chain with own kernels."""
+        return Chain(self.weights, self.rows, tiles, fuse)
 
     def variants(self, chosen: dict[str, Tile], tiles: dict[str, Tile]) -> dict[str, float]:
         """Milliseconds of the whole chain in each variant."""
@@ -353,10 +247,8 @@ class Sweep:
             "whole ours, all fused": lambda: Chain(self.weights, self.rows, tiles, every),
             "whole ours, all fused, no PDL": lambda: Chain(self.weights, self.rows, tiles, every, pdl=False),
             **{
-                f"whole ours, {name} not fused": lambda name=name: Chain(
-                    self.weights, self.rows, tiles, every - {name}
-                )
-                for name in FUSIONS
+                f"whole ours, {part} not fused": partial(self.chain, tiles, every - {part})
+                for part in FUSIONS
             },
         }  # fmt: skip
         if chosen == tiles:
@@ -391,7 +283,10 @@ class Sweep:
     def report(self) -> dict[str, Any]:
         """Everything for this model and number of rows, printed as it comes."""
         floor = self.shape.step_bytes / self.bandwidth * 1e3
-        print(f"\n== {self.shape.name}, {self.rows} rows: {self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms")
+        print(
+            f"\n== {self.shape.name}, {self.rows} rows: "
+            f"{self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms"
+        )
         best = {product: self.tune(product, 5) for product in (*PRODUCTS, "head")}
         missing = [product for product, tiles in best.items() if tiles == [LIBRARY]]
         if missing:
@@ -403,11 +298,15 @@ class Sweep:
         own = {p: best[p][0] if tile == LIBRARY else tile for p, tile in chosen.items()}
         self.compile(self.fused_jobs(own))
         errors = self.check_fused(own)
-        print("  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+        print(
+            "  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        )
         times = self.variants(chosen, own)
         for name, milliseconds in times.items():
             rate = self.shape.step_bytes / milliseconds / 1e9
-            print(f"  {name:34s} {milliseconds:8.4f} ms  {rate:5.2f} TB/s  {milliseconds / floor:5.2f} x floor")
+            print(
+                f"  {name:34s} {milliseconds:8.4f} ms  {rate:5.2f} TB/s  {milliseconds / floor:5.2f} x floor"
+            )
         return {
             "model": self.shape.name,
             "rows": self.rows,
@@ -422,19 +321,29 @@ class Sweep:
 
 def main() -> None:
     """Read the command line, sweep, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"], choices=SHAPES)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"], choices=SHAPES
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all")
-    parser.add_argument("--candidates", type=int, default=24, help="tiles of each kernel to try for a product")
+    parser.add_argument(
+        "--candidates", type=int, default=24, help="tiles of each kernel to try for a product"
+    )
     parser.add_argument("--kernels", nargs="+", default=["mma", "ring", "vector", "dot"], choices=CANDIDATES)
-    parser.add_argument("--save", action="store_true", help="write the table of tiles, into --out and the package")
+    parser.add_argument(
+        "--save", action="store_true", help="write the table of tiles, into --out and the package"
+    )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for sweep_gemv.json")
     options = parser.parse_args()
     begin = time.monotonic()
     compilers = Compilers() if torch.cuda.is_available() else None
     device = torch.device("cuda")
-    pool = torch.empty(max(SHAPES[name].step_bytes for name in options.models) // 2, dtype=torch.bfloat16, device=device)
+    pool = torch.empty(
+        max(SHAPES[name].step_bytes for name in options.models) // 2, dtype=torch.bfloat16, device=device
+    )
     pool.normal_()
     bandwidth = read_bandwidth(pool)
     result: dict[str, Any] = {
@@ -455,7 +364,11 @@ def main() -> None:
         share = time.monotonic() + left / min(3, len(pairs) - position)
         try:
             weights = StepWeights.draw(SHAPES[name], pool)
-            result["sweeps"].append(Sweep(weights, rows, bandwidth, share, options.candidates, compilers, options.kernels).report())
+            result["sweeps"].append(
+                Sweep(
+                    weights, rows, bandwidth, share, options.candidates, compilers, options.kernels
+                ).report()
+            )
         except Exception:
             print(f"{name}, {rows} rows failed:\n{traceback.format_exc()[-1500:]}")
         options.out.mkdir(parents=True, exist_ok=True)

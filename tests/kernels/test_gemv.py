@@ -80,7 +80,9 @@ def test_fused_product_equals_fp64(tile: Tile, prologue: Prologue, epilogue: Epi
     weight, g = WeightOperand.dense(draw((n, k), dtype, k**-0.5)), draw((k,), dtype)
     columns = n // 2 if epilogue == Epilogue.SWIGLU else n
     whole = poisoned(rows, columns, dtype)
-    skinny_matmul(x, weight, tile, out=whole[:, :columns], norm_weight=g, prologue=prologue, epilogue=epilogue)
+    skinny_matmul(
+        x, weight, tile, out=whole[:, :columns], norm_weight=g, prologue=prologue, epilogue=epilogue
+    )
     wanted = reference_matmul(x, weight, norm_weight=g, prologue=prologue, epilogue=epilogue)
     close(whole[:, :columns], wanted, dtype)
     assert torch.isnan(whole[:, columns:]).all()
@@ -116,11 +118,13 @@ def test_matrix_units_take_every_number_of_rows(rows: int, tile: Tile, prologue:
     dtype, n, k = torch.float16, 1000, 416
     torch.manual_seed(rows)
     x = draw((rows, 2 * k if prologue == Prologue.SILU else k), dtype)
-    weight, g, r = WeightOperand.dense(draw((n, k), dtype, k**-0.5)), draw((k,), dtype), draw((rows, n), dtype)
-    whole = poisoned(rows, n, dtype)
-    got = skinny_matmul(
-        x, weight, tile, out=whole[:, :n], norm_weight=g, residual=r, prologue=prologue
+    weight, g, r = (
+        WeightOperand.dense(draw((n, k), dtype, k**-0.5)),
+        draw((k,), dtype),
+        draw((rows, n), dtype),
     )
+    whole = poisoned(rows, n, dtype)
+    got = skinny_matmul(x, weight, tile, out=whole[:, :n], norm_weight=g, residual=r, prologue=prologue)
     close(got, reference_matmul(x, weight, norm_weight=g, residual=r, prologue=prologue), dtype)
     assert torch.isnan(whole[:, n:]).all()
 

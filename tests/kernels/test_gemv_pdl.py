@@ -1,8 +1,8 @@
 """No wait may be left out of a kernel that starts before the one in front of it is done.
 
-The kernel in front lets its dependents start at once and then idles for milliseconds before it does its work. A kernel
-that waits gives the right answer all the same; with its wait compiled out the answer must be wrong, or the test would
-prove nothing.
+The kernel in front lets its dependents start at once and then idles for milliseconds before it does its
+work. A kernel that waits gives the right answer all the same; with its wait compiled out the answer must be
+wrong, or the test would prove nothing.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "dot, norm, swiglu": lambda: product_case(DOT, 17, NORM, Epilogue.SWIGLU, False),
     "dot, arg-max": lambda: product_case(DOT, 4, PLAIN, Epilogue.ARGMAX, False),
     "mma": lambda: product_case(MMA, 1, PLAIN, Epilogue.PLAIN, False),
-    "mma, staged": lambda: product_case(
-        Tile("mma", 8, 256, 4, 2, split_k=4), 1, PLAIN, Epilogue.PLAIN, True
-    ),
+    "mma, staged": lambda: product_case(Tile("mma", 8, 256, 4, 2, split_k=4), 1, PLAIN, Epilogue.PLAIN, True),
     "mma, norm, swiglu": lambda: product_case(MMA, 1, NORM, Epilogue.SWIGLU, False),
     "mma, 16 rows, residual": lambda: product_case(MMA, 16, NORM, Epilogue.PLAIN, True),
     "mma, arg-max": lambda: product_case(MMA, 1, NORM, Epilogue.ARGMAX, False),
@@ -237,5 +235,10 @@ def test_done_only_after_the_kernels_in_front(name: str) -> None:
         return kept
 
     assert torch.equal(seen(wait=True), new)
-    if name not in ("vector, arg-max", "dot, arg-max", "mma, arg-max", "ring, arg-max"):  # their second stage still waits
+    if name not in (
+        "vector, arg-max",
+        "dot, arg-max",
+        "mma, arg-max",
+        "ring, arg-max",
+    ):  # their second stage still waits
         assert not torch.equal(seen(wait=False), new), "right without its wait: the test proves nothing"

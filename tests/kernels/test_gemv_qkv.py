@@ -35,9 +35,7 @@ def test_fused_equals_separate_steps(
     slots = torch.tensor([5, -1, 14], device=DEVICE)
     gains = {}
     if norm:
-        gains = {
-            name: torch.randn(d, device=DEVICE).to(dtype) for name in ("q_norm_weight", "k_norm_weight")
-        }
+        gains = {name: torch.randn(d, device=DEVICE).to(dtype) for name in ("q_norm_weight", "k_norm_weight")}
     caches = [torch.full((4, 4, kv_heads, d), float("nan"), device=DEVICE, dtype=dtype) for _ in range(4)]
     out = torch.full((tokens, heads, d), float("nan"), device=DEVICE, dtype=dtype)
     got = qk_norm_rope_write(qkv, *caches[:2], cos_sin, positions, slots, heads, out=out, **gains)

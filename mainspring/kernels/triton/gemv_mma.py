@@ -1,11 +1,16 @@
-"""Skinny matrix product on the matrix units with the weights straight from memory into their registers (Gluon).
+"""Skinny matrix product on the matrix units with the weights straight from memory into their registers
+(Gluon).
 
-For 1 to 16 rows of bf16 or fp16. Triton would carry each weight tile through shared memory to reach the layout that
-the matrix units want. Here W is loaded in that layout: the sum over K may be taken in any order, so lanes hold runs of
-8 neighbouring elements (16 bytes) of both operands and the instruction's K indices are matched run by run. Each warp
-owns a slice of K (``split_k`` warps) of all the tile's rows; the slices meet once, through shared memory, at the end.
-What remains after the wait is to read x, multiply, and that one exchange.
+For 1 to 16 rows of bf16 or fp16. Triton would carry each weight tile through shared memory to reach the
+layout that the matrix units want. Here W is loaded in that layout: the sum over K may be taken in any
+order, so lanes hold runs of 8 neighbouring elements (16 bytes) of both operands and the instruction's K
+indices are matched run by run. Each warp owns a slice of K (``split_k`` warps) of all the tile's rows; the
+slices meet once, through shared memory, at the end. What remains after the wait is to read x, multiply, and
+that one exchange.
 """
+
+# Inside of kernels a name may hold tuples of any length.
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -48,7 +53,9 @@ def silu(v):
 
 @gluon.jit
 def tile_rows(tile, local, N: gl.constexpr, BLOCK_N: gl.constexpr, PAIRED: gl.constexpr):
-    """Rows of W for the places ``local`` of a tile: consecutive ones, or alternately a gate row and its up row."""
+    """Rows of W for the places ``local`` of a tile: consecutive ones, or alternately a gate row and its up
+    row.
+    """
     if PAIRED:
         return tile * (BLOCK_N // 2) + local // 2 + (local % 2) * (N // 2)
     else:
@@ -90,7 +97,9 @@ def read_gain(
     norm_ptr, k0, layout: gl.constexpr, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
     PROLOGUE: gl.constexpr,
 ):  # fmt: skip
-    """RMSNorm's weight for a chunk, [SPLIT_K, 1, BLOCK_K / SPLIT_K]; it never changes, so it may be read early."""
+    """RMSNorm's weight for a chunk, [SPLIT_K, 1, BLOCK_K / SPLIT_K]; it never changes, so it may be read
+    early.
+    """
     SLICE: gl.constexpr = BLOCK_K // SPLIT_K
     part = gl.arange(0, SPLIT_K, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     inside = gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
@@ -139,7 +148,9 @@ def stage_x(
     staged, x_ptr, gain, eps, layout: gl.constexpr,
     K: gl.constexpr, LENGTH: gl.constexpr, PROLOGUE: gl.constexpr,
 ):  # fmt: skip
-    """Put the one row of x, prepared, into shared memory [LENGTH]; returns RMSNorm's factor (1 without the norm)."""
+    """Put the one row of x, prepared, into shared memory [LENGTH]; returns RMSNorm's factor (1 without the
+    norm).
+    """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     x = read_flat(x_ptr, layout, K, LENGTH)
     scale = 1.0
@@ -161,7 +172,9 @@ def read_beside(
     M: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, PADDED: gl.constexpr, BLOCK_N: gl.constexpr,
     PAIRED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """What a tile's sums are multiplied with and what is added to them; read before the sums so as not to wait after."""
+    """What a tile's sums are multiplied with and what is added to them; read before the sums so as not to
+    wait after.
+    """
     layout: gl.constexpr = gl.SliceLayout(0, gather)
     batch = gl.arange(0, PADDED, layout=gl.SliceLayout(1, layout))[:, None]
     local = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
@@ -204,7 +217,9 @@ def finish_tile(
         out = silu(gate) * up
         half: gl.constexpr = out.type.layout
         batch2 = gl.arange(0, PADDED, layout=gl.SliceLayout(1, half))[:, None]
-        outputs = (tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, half)))[None, :]
+        outputs = (tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, half)))[
+            None, :
+        ]
         keep = (batch2 < M) & (outputs < N // 2)
         gl.store(y_ptr + batch2 * stride_y + outputs, out.to(out_type), mask=keep)
         return best_value, best_index
@@ -227,8 +242,8 @@ def _mma_kernel(
     stride_x, stride_w, stride_y, stride_residual, eps,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, PREFETCH: gl.constexpr, PROGRAMS: gl.constexpr,
-    SPLIT_K: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr, PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    SPLIT_K: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr,
+    PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     EVICT: gl.constexpr, PDL: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     PADDED: gl.constexpr = 16
@@ -238,7 +253,8 @@ def _mma_kernel(
     DEPTH: gl.constexpr = PREFETCH if PREFETCH < CHUNKS else CHUNKS
     ROUNDS: gl.constexpr = (TILES + PROGRAMS - 1) // PROGRAMS
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    # One row is read once and repeated: the rows of a product do not mix, so what stands in unused ones is no matter.
+    # One row is read once and repeated: the rows of a product do not mix, so what stands in unused ones is
+    # no matter.
     ROWS: gl.constexpr = 1 if M == 1 else PADDED
     SLICE: gl.constexpr = BLOCK_K // SPLIT_K
     SUMS: gl.constexpr = CHUNKS if CHUNKS < 4 else 4
@@ -264,7 +280,19 @@ def _mma_kernel(
     for c in gl.static_range(DEPTH):
         ahead = ahead + (
             fetch_weights(
-                w_ptr, pid, c * BLOCK_K, stride_w, right, N, K, BLOCK_N, BLOCK_K, SPLIT_K, PAIRED, False, EVICT
+                w_ptr,
+                pid,
+                c * BLOCK_K,
+                stride_w,
+                right,
+                N,
+                K,
+                BLOCK_N,
+                BLOCK_K,
+                SPLIT_K,
+                PAIRED,
+                False,
+                EVICT,
             ),
         )
     gain = 0
@@ -276,7 +304,8 @@ def _mma_kernel(
             gdc_wait()
 
     if STAGED:
-        # All of x goes to shared memory once, spread over the program's threads, and the norm is taken on the way.
+        # All of x goes to shared memory once, spread over the program's threads, and the norm is taken on
+        # the way.
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         room = gl.allocate_shared_memory(dtype, [LENGTH], plain)
         row_scale = stage_x(room, x_ptr, gain, eps, flat, K, LENGTH, PROLOGUE)
@@ -291,7 +320,7 @@ def _mma_kernel(
             M, N, KIND, PADDED, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
         sums = ()
-        for c in gl.static_range(SUMS):
+        for _c in gl.static_range(SUMS):
             sums = sums + (gl.zeros([SPLIT_K, PADDED, BLOCK_N], gl.float32, units),)
         squares = gl.zeros([SPLIT_K, ROWS], gl.float32, gl.SliceLayout(2, left))
         for c in gl.static_range(CHUNKS):
@@ -327,7 +356,7 @@ def _mma_kernel(
         acc = sums[0]
         for c in gl.static_range(1, SUMS):
             acc += sums[c]
-        if STAGED:
+        if STAGED:  # noqa: SIM108 - one branch only exists
             scale = row_scale
         else:
             scale = 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)

@@ -15,18 +15,21 @@ class Tile:
     """The tunable part of a skinny product.
 
     Args:
-        kernel: ``vector`` (multiply-add, up to 8 rows), ``dot`` (``tl.dot``, up to 64 rows), ``mma`` (Gluon, weights in
-            registers), ``ring`` (Gluon, weights in shared memory) or ``library`` (``torch``).
+        kernel: ``vector`` (multiply-add, up to 8 rows), ``dot`` (``tl.dot``, up to 64 rows), ``mma``
+            (Gluon, weights in registers), ``ring`` (Gluon, weights in shared memory) or ``library``
+            (``torch``).
         block_n: rows of W a tile holds, a power of two.
         block_k: elements of K a chunk holds, a power of two.
         warps: warps of a program.
         prefetch: chunks fetched before the wait, and kept in flight after it.
         per_sm: programs for each multiprocessor, each taking several tiles; 0 is one program a tile.
-        inner: ``vector``: add up each thread's 8 products first, for an accumulator an eighth as large. ``mma``:
-            with one row, spread x over the program's threads and pass it through shared memory.
+        inner: ``vector``: add up each thread's 8 products first, for an accumulator an eighth as large.
+            ``mma``: with one row, spread x over the program's threads and pass it through shared memory.
         evict: L2 eviction policy of the weight loads, "" or "evict_first".
-        split_k: ``dot`` and ``mma``: slices of a chunk's K that are summed at the end, one for each group of warps.
-        stages: ``dot``: depth of the software pipeline behind the prefetch. ``ring``: chunks under way at a time.
+        split_k: ``dot`` and ``mma``: slices of a chunk's K that are summed at the end, one for each group
+            of warps.
+        stages: ``dot``: depth of the software pipeline behind the prefetch. ``ring``: chunks under way at a
+            time.
     """
 
     kernel: str = "vector"

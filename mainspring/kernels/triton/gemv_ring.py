@@ -1,9 +1,13 @@
 """Skinny matrix product whose weights wait in a ring of shared-memory buffers (Gluon).
 
-Like ``gemv_mma``, for 1 to 16 rows of bf16 or fp16, but what is fetched before the wait goes to shared memory
-(``cp.async``) and holds no registers: ``stages`` chunks of ``block_n`` x ``block_k`` are under way at any time, across
-the tiles that a program takes, and kernels of this kind fit on a multiprocessor beside kernels of the other.
+Like ``gemv_mma``, for 1 to 16 rows of bf16 or fp16, but what is fetched before the wait goes to shared
+memory (``cp.async``) and holds no registers: ``stages`` chunks of ``block_n`` x ``block_k`` are under way
+at any time, across the tiles that a program takes, and kernels of this kind fit on a multiprocessor beside
+kernels of the other.
 """
+
+# Inside of kernels a name may hold tuples of any length.
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -29,7 +33,6 @@ from mainspring.kernels.triton.gemv_mma import (
 )
 from mainspring.kernels.triton.gemv_plan import LaunchPlan
 
-
 # Renamed after Triton 3.6.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -40,7 +43,7 @@ def start_copy(
     N: gl.constexpr, K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
     PAIRED: gl.constexpr, MAY_END: gl.constexpr, EVICT: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a chunk of W to ``buffer`` [SPLIT_K, BLOCK_N, BLOCK_K / SPLIT_K], as one group of copies."""
+    """Begin to copy a chunk of W to ``buffer`` [SPLIT_K, BLOCK_N, BLOCK_K / SPLIT_K], as one group."""
     SLICE: gl.constexpr = BLOCK_K // SPLIT_K
     part = gl.arange(0, SPLIT_K, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     local = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -94,8 +97,8 @@ def _ring_kernel(
         [1, WARPS, 1],
         [2, 1, 0],
     )
-    # Eight lanes read 64 bytes of each of two neighbouring rows: swapping the halves of every second 128 bytes
-    # keeps them in different banks.
+    # Eight lanes read 64 bytes of each of two neighbouring rows: swapping the halves of every second 128
+    # bytes keeps them in different banks.
     ring_layout: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0])
     ring = gl.allocate_shared_memory(w_ptr.dtype.element_ty, [DEPTH, SPLIT_K, BLOCK_N, SLICE], ring_layout)
     pid = gl.program_id(0)
@@ -156,7 +159,7 @@ def _ring_kernel(
             if KIND == 1:
                 stored = stored.to(gl.float32)
             acc = mma_v2(x, stored.to(dtype), acc)
-        if STAGED:
+        if STAGED:  # noqa: SIM108 - one branch only exists
             scale = row_scale
         else:
             scale = 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)
