@@ -294,9 +294,13 @@ def record(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         step()
         step()
         stream.synchronize()
+        # Not torch.cuda.graph(): it collects garbage each time, which takes longer than what is measured.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        graph.capture_begin()
+        try:
             step()
+        finally:
+            graph.capture_end()
     torch.cuda.synchronize()
     return graph
 

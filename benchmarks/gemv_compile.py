@@ -60,6 +60,12 @@ def compile_job(job: Job) -> str:
         return f"{type(problem).__name__}: {str(problem)[-300:]}"
 
 
+def start_worker() -> int:
+    """Make this process's GPU context, so that it is there when the first job comes."""
+    torch.empty(1, device="cuda")
+    return os.getpid()
+
+
 class Compilers:
     """Worker processes, started once."""
 
@@ -67,6 +73,7 @@ class Compilers:
         """One process a core, at most 14."""
         count = processes or max(1, min(14, (os.cpu_count() or 1) - 1))
         self.pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+        self.starting = [self.pool.submit(start_worker) for _ in range(count)]
 
     def run(self, jobs: Sequence[Job], seconds: float) -> dict[Job, str]:
         """Compile ``jobs``; what is not done within ``seconds`` is left to whoever runs it. Returns the

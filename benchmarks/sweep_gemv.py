@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -71,41 +72,43 @@ class Sweep:
         self.failures: list[str] = []
         self.measured: dict[str, list[dict[str, Any]]] = {}
 
-    def late(self) -> bool:
+    def late(self, until: float | None = None) -> bool:
         """Whether the time is up."""
-        return time.monotonic() > self.deadline
+        return time.monotonic() > (self.deadline if until is None else until)
 
     def candidates(self, product: str) -> list[Tile]:
-        """Tiles to try for a product."""
+        """Tiles to try for a product, the kernels taking turns, so that each has had some when time is up."""
         n, k = self.shape.shape(product)
-        return [tile for name in self.kernels for tile in CANDIDATES[name](n, k, self.rows, self.most)]
+        rows = [list(CANDIDATES[name](n, k, self.rows, self.most)) for name in self.kernels]
+        return [tile for turn in zip_longest(*rows) for tile in turn if tile is not None]
 
     def operands(self, product: str) -> list[WeightOperand]:
         """The product's distinct weights."""
         return [self.weights.head] if product == "head" else [layer[product] for layer in self.weights.layers]
 
-    def compile(self, jobs: list[Job]) -> set[Job]:
+    def compile(self, jobs: list[Job], seconds: float) -> set[Job]:
         """Compile ahead, in parallel; returns the jobs that failed."""
         if self.compilers is None:
             return set()
-        failed = self.compilers.run(jobs, self.deadline - time.monotonic())
+        failed = self.compilers.run(jobs, seconds)
         self.failures += [f"{job.n}x{job.k} {job.tile.short()}: {problem}" for job, problem in failed.items()]
         return set(failed)
 
-    def tune(self, product: str, keep: int) -> list[Tile]:
-        """Check and time every candidate over the layers' weights; the fastest first."""
+    def tune(self, product: str, keep: int, until: float) -> list[Tile]:
+        """Check and time candidates over the layers' weights, until time is up; the fastest first."""
         n, k = self.shape.shape(product)
         operands = self.operands(product)
         x = torch.randn((self.rows, k), device=self.device, dtype=torch.bfloat16)
         out = torch.empty((self.rows, n), device=self.device, dtype=torch.bfloat16)
         expected = reference_matmul(x, operands[0])
         tiles = self.candidates(product)
-        failed = {job.tile for job in self.compile([Job(self.rows, n, k, tile) for tile in tiles])}
+        jobs = [Job(self.rows, n, k, tile) for tile in tiles]
+        failed = {job.tile for job in self.compile(jobs, 0.8 * (until - time.monotonic()))}
         tiles = [tile for tile in tiles if tile not in failed]
         copies = 3 if product == "head" else 1
         results: list[tuple[float, Tile]] = []
         for tile in [LIBRARY, *tiles]:
-            if self.late():
+            if self.late(until):
                 break
             try:
                 out.fill_(float("nan"))
@@ -118,9 +121,14 @@ class Sweep:
                     for operand in operands * copies:
                         self.run(x, operand, tile, out)
 
-                results.append((time_graph(record(chain), 5, 3) / len(operands * copies) * 1e3, tile))
+                results.append((time_graph(record(chain), 10, 3) / len(operands * copies) * 1e3, tile))
             except Exception as problem:
                 self.failures.append(f"{product} {tile.short()}: {str(problem)[-200:]}")
+                if "CUDA error" in str(problem) and "resources" not in str(problem):
+                    print(
+                        f"  {self.failures[-1]}\n  the GPU context is lost: leave that tile out and start again"
+                    )
+                    raise
         results.sort(key=lambda pair: pair[0])
         nbytes = operands[0].nbytes
         self.measured[product] = [
@@ -128,8 +136,11 @@ class Sweep:
             for micro, tile in results
         ]
         library = next((micro for micro, tile in results if tile == LIBRARY), float("nan"))
-        print(f"  {product} {n}x{k}: floor {nbytes / self.bandwidth * 1e6:.2f} us, torch.mm {library:.2f}, "
-              f"{len(results)} tiles, {len(self.failures)} failures so far")  # fmt: skip
+        print(
+            f"  {product} {n}x{k}: floor {nbytes / self.bandwidth * 1e6:.2f} us, torch.mm {library:.2f}, "
+            f"{len(results) - 1} of {len(tiles)} tiles, {len(self.failures)} failures so far",
+            flush=True,
+        )
         for micro, tile in results[:4]:
             print(f"    {micro:7.2f} us  {nbytes / micro / 1e6:5.2f} TB/s  {tile.short()}")
         own = [tile for _, tile in results if tile != LIBRARY]
@@ -287,7 +298,12 @@ class Sweep:
             f"\n== {self.shape.name}, {self.rows} rows: "
             f"{self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms"
         )
-        best = {product: self.tune(product, 5) for product in (*PRODUCTS, "head")}
+        begin = time.monotonic()
+        share = 0.65 * (self.deadline - begin) / 5
+        best = {
+            product: self.tune(product, 5, begin + share * (place + 1))
+            for place, product in enumerate((*PRODUCTS, "head"))
+        }
         missing = [product for product, tiles in best.items() if tiles == [LIBRARY]]
         if missing:
             print(f"  no tile works for {missing}; last failures: {self.failures[-3:]}")
@@ -296,12 +312,14 @@ class Sweep:
         chosen = {**self.descend({p: best[p] for p in PRODUCTS}), "head": head}
         # A fused step needs own kernels everywhere, also where the library's product alone is faster.
         own = {p: best[p][0] if tile == LIBRARY else tile for p, tile in chosen.items()}
-        self.compile(self.fused_jobs(own))
+        self.compile(self.fused_jobs(own), 0.5 * (self.deadline - time.monotonic()))
         errors = self.check_fused(own)
         print(
             "  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
         )
         times = self.variants(chosen, own)
+        for failure in self.failures[:6]:
+            print("  failed: " + failure.replace("\n", " ")[:160])
         for name, milliseconds in times.items():
             rate = self.shape.step_bytes / milliseconds / 1e9
             print(
