@@ -126,7 +126,7 @@ class Sweep:
                 self.failures.append(f"{product} {tile.short()}: {str(problem)[-200:]}")
                 if "CUDA error" in str(problem) and "resources" not in str(problem):
                     print(
-                        f"  {self.failures[-1]}\n  the GPU context is lost: leave that tile out and start again"
+                        f"  {self.failures[-1]}\n  the GPU context is lost: leave that tile out, start again"
                     )
                     raise
         results.sort(key=lambda pair: pair[0])
