@@ -17,7 +17,8 @@ from mainspring.kernels.triton.gemv_ops import head_argmax, reference_matmul, sk
 from mainspring.kernels.triton.gemv_plan import Tile  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# The interpreter cuts bf16 off where a GPU rounds.
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 2e-2}
 VECTOR = [
     Tile(block_n=4, block_k=64, prefetch=1),
     Tile(block_n=8, block_k=32, prefetch=3, per_sm=1),
