@@ -15,7 +15,7 @@ from mainspring.engine.errors import EngineError
 _PRODUCT = re.compile(r"gemv|gemm|_mma_kernel|skinny|matmul|nvjet|cutlass", re.IGNORECASE)
 _ATTENTION = re.compile(r"attention|flash|^_decode_kernel", re.IGNORECASE)
 #: What finishes the work of another kernel reads none of its large operands.
-_HELPER = re.compile(r"reduce|combine|merge|argmax", re.IGNORECASE)
+_HELPER = re.compile(r"reduce|combine|merge", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

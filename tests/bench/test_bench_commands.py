@@ -146,3 +146,24 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_a_gpus_step_is_shown_kernel_by_kernel(run_bench: Bench, tiny_folder: Path, tmp_path: Path) -> None:
+    config = tiny_folder / "config.json"
+    larger = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "head_dim": 64,
+        "num_attention_heads": 8,
+        "vocab_size": 1024,
+    }
+    config.write_text(json.dumps({**json.loads(config.read_text()), **larger}))
+    file = tmp_path / "out.json"
+    sizes = ("--input-len", 16, "--output-len", 16, "--repeats", 1)
+    done = run_bench("latency", "--model", tiny_folder, "--batch", "1,4", "--profile", *sizes, "--json", file)
+    assert done.exit_code == 0, done.output
+    for record in read(file):
+        assert record["step_ms"] > 0
+        assert sum(row["share"] for row in record["kernels"]) == pytest.approx(1)
+        assert all(row["total_us"] > 0 for row in record["kernels"])
