@@ -1,8 +1,8 @@
 """Soak: requests of random shape and parameters through a pool that forces preemption, checked against a large one.
 
-Nothing is timed here. Random arrivals, lengths, priorities, choices and aborts drive one engine whose KV pool is far
-too small for its seats. Then the greedy answers are computed again, by an engine with a large pool. In fp32 they must be
-equal token for token, except where two logits are so close that the order of a sum decides.
+Nothing is timed here. Random arrivals, lengths, priorities, choices and aborts drive one engine whose KV pool is
+much too small for its seats. Then the greedy answers are computed again, by an engine with a large pool. In fp32
+they must be equal token for token, except where two logits are so close that the order of a sum decides.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ def _random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> Samp
 
 def drive(llm: LLM, jobs: Sequence[Job], report: SoakReport) -> list[Answer]:
     """Run the jobs to their end, each from its step on; counts go to ``report``."""
-    core, answers, live = llm.core, [], {}
-    step = 0
+    core, step = llm.core, 0
+    answers: list[Answer] = []
+    live: dict[str, Job] = {}
     waiting = list(reversed(jobs))
     while waiting or core.has_work():
         while waiting and (waiting[-1].arrives_at <= step or not core.has_work()):
