@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mainspring import LLM
 from mainspring.bench.soak import SoakReport, random_jobs, soak
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    yield tmp_path
 
 
 def run(folder: Path, device: str, requests: int, blocks: int, seats: int) -> SoakReport:
@@ -54,8 +27,8 @@ def run(folder: Path, device: str, requests: int, blocks: int, seats: int) -> So
         return soak(small, large, jobs)
 
 
-def test_random_requests_through_a_tiny_pool_get_the_answers_of_a_large_one(folder: Path) -> None:
-    report = run(folder, "cpu", requests=120, blocks=10, seats=8)
+def test_random_requests_through_a_tiny_pool_get_the_answers_of_a_large_one(tiny_folder: Path) -> None:
+    report = run(tiny_folder, "cpu", requests=120, blocks=10, seats=8)
     print(report)
     assert report.ok, report
     assert report.requests == 120
@@ -67,8 +40,8 @@ def test_random_requests_through_a_tiny_pool_get_the_answers_of_a_large_one(fold
 
 
 @pytest.mark.gpu
-def test_random_requests_through_a_tiny_pool_on_a_gpu(folder: Path) -> None:
-    report = run(folder, "cuda", requests=400, blocks=40, seats=24)
+def test_random_requests_through_a_tiny_pool_on_a_gpu(tiny_folder: Path) -> None:
+    report = run(tiny_folder, "cuda", requests=400, blocks=40, seats=24)
     print(report)
     assert report.ok, report
 
