@@ -11,6 +11,7 @@ import random
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mainspring import LLM, SamplingParams
 from mainspring.bench.shapes import BenchModel
 from mainspring.engine.answers import Answer
 
-#: Bytes by which memory may grow after the first fifth of a soak: allocators round, ladders record late.
+#: Bytes by which memory may grow once everything has run once: allocators round, a rung may be recorded late.
 MEMORY_SLACK = 64 << 20
 #: Two logits closer than this may change places between runs that sum in another order.
 TIE = 1e-3
@@ -123,21 +124,23 @@ def drive(llm: LLM, jobs: Sequence[Job], report: SoakReport) -> list[Answer]:
                 core.abort(answer)
                 report.aborted += 1
         step += 1
-        if step == max(200, jobs[-1].arrives_at // 5):
-            report.memory_early = memory_in_use(core.limits.device)
     report.requests += len(answers)
     report.steps += step
     report.tokens += sum(map(_generated, answers))
     report.cached_tokens += sum(choice.request.num_cached_tokens for answer in answers for choice in answer.choices)
-    report.memory_late = memory_in_use(core.limits.device)
-    report.memory_early = report.memory_early or report.memory_late
     return answers
 
 
 def soak(small: LLM, large: LLM, jobs: Sequence[Job]) -> SoakReport:
-    """Drive ``jobs`` through ``small`` and compare its greedy answers with those of ``large``."""
-    report = SoakReport()
+    """Drive ``jobs`` through ``small`` and compare its greedy answers with those of ``large``.
+
+    A fifth of them runs once beforehand, so that what is recorded or cached at first use is there when memory is read.
+    """
+    device = small.core.limits.device
+    drive(small, jobs[: len(jobs) // 5], SoakReport())
+    report = SoakReport(memory_early=memory_in_use(device))
     answers = drive(small, jobs, report)
+    report.memory_late = memory_in_use(device)
     report.preemptions = small.core.scheduler.num_preemptions
     report.blocks, report.free_blocks = small.core.memory.num_blocks, small.core.scheduler.pool.num_free
     compared = [index for index, job in enumerate(jobs) if job.is_compared]
@@ -189,10 +192,11 @@ def is_near_tie(llm: LLM, token_ids: list[int]) -> bool:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes that torch holds on a GPU; on a CPU the process's largest resident size so far."""
+    """Bytes that torch holds on a GPU; on a CPU the process's resident size."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def _generated(answer: Answer) -> int:

@@ -19,11 +19,12 @@ def run(folder: Path, device: str, requests: int, blocks: int, seats: int) -> So
         "max_num_seqs": seats,
         "max_num_batched_tokens": 64,
     }
-    jobs = random_jobs(requests, seed=11, vocab_size=256, max_prompt=60, max_tokens=40, spread=requests * 2)
     with (
         LLM(str(folder), **options, num_gpu_blocks_override=blocks) as small,
         LLM(str(folder), **options, num_gpu_blocks_override=1000) as large,
     ):
+        vocab = small.core.config.vocab_size
+        jobs = random_jobs(requests, 11, vocab, max_prompt=60, max_tokens=40, spread=requests * 2)
         return soak(small, large, jobs)
 
 
