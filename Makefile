@@ -58,8 +58,8 @@ format: $(DEV) ## let ruff mend what it can
 types: $(DEV) ## mypy
 	$(BIN)/mypy
 
-bench: $(RUN) ## measure on this machine
-	$(BIN)/python -m mainspring.bench $(ARGS)
+bench: $(RUN) ## tokens/s beside transformers on this machine's CPU
+	$(BIN)/python -m mainspring bench cpu $(ARGS)
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

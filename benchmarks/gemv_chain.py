@@ -1,4 +1,6 @@
-"""The matrix products of one decode step as one CUDA graph: shapes, weights, chains of kernels and their timing."""
+"""The matrix products of one decode step as one CUDA graph: shapes, weights, chains of kernels and their
+timing.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class StepWeights:
 
     @classmethod
     def draw(cls, shape: StepShape, pool: torch.Tensor) -> StepWeights:
-        """Fill the front of ``pool`` (bf16) with normal numbers that neither grow nor shrink what passes through."""
+        """Fill the front of ``pool`` (bf16) with normal numbers that neither grow nor shrink what passes
+        through.
+        """
         gain = math.prod(shape.shape(product)[1] for product in PRODUCTS) ** 0.125
         used = pool[: shape.step_bytes // 2]
         for start in range(0, used.numel(), 1 << 30):
@@ -186,8 +190,8 @@ class Chain:
             torch.mm(x, weight.tensor.T, out=out)
             return
         skinny_matmul(
-            x, weight, tile, out=out, residual=self.hidden if residual else None, norm_weight=self.weights.norms,
-            eps=EPS, prologue=prologue, epilogue=epilogue, pdl=self.pdl,
+            x, weight, tile, out=out, residual=self.hidden if residual else None,
+            norm_weight=self.weights.norms, eps=EPS, prologue=prologue, epilogue=epilogue, pdl=self.pdl,
         )  # fmt: skip
 
     def norm(self, add: bool) -> None:
@@ -235,7 +239,10 @@ class Chain:
         branch = self.hidden if residual else self.branch
         pending = False
         for layer in self.weights.layers:
-            for name, source, target in (("qkv", self.hidden, self.qkv), ("gate_up", self.hidden, self.gate_up)):
+            for name, source, target in (
+                ("qkv", self.hidden, self.qkv),
+                ("gate_up", self.hidden, self.gate_up),
+            ):
                 if not norm:
                     self.norm(add=pending and not residual)
                 swiglu = name == "gate_up" and "swiglu" in self.fuse
@@ -287,9 +294,13 @@ def record(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         step()
         step()
         stream.synchronize()
+        # Not torch.cuda.graph(): it collects garbage each time, which takes longer than what is measured.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        graph.capture_begin()
+        try:
             step()
+        finally:
+            graph.capture_end()
     torch.cuda.synchronize()
     return graph
 
@@ -315,12 +326,12 @@ def _read_kernel(p_ptr, out_ptr, chunks, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-        total += tl.load(p_ptr + chunk.to(tl.int64) * BLOCK + at)
+        total += tl.load(p_ptr + tl.cast(chunk, tl.int64) * BLOCK + at)
     tl.store(out_ptr + tl.program_id(0), tl.sum(total, axis=0))
 
 
 def read_bandwidth(pool: torch.Tensor, limit_bytes: int = 4 << 30) -> float:
-    """Bytes a second of a plain kernel that reads ``pool`` (at most ``limit_bytes`` of it) once: the ceiling."""
+    """Bytes a second of a plain kernel that reads ``pool`` (at most ``limit_bytes``) once: the ceiling."""
     words = pool.view(torch.int32)[: limit_bytes // 4]
     block, best = 8192, 0.0
     out = torch.empty(4096, dtype=torch.int32, device=pool.device)

@@ -2,10 +2,11 @@
 
     python benchmarks/sweep_gemv.py --out DIR --budget 420 --models qwen3-0.6b --rows 1
 
-For each model and number of rows: every candidate tile of every product is checked against fp64 and timed over the
-layers' distinct weights; the best are tried in the whole chain, one product at a time; the winners, and the chain in
-its variants (library, bare products, unfused, fused, without PDL), are printed, and saved as JSON after each model.
-``--save`` also writes the table that the engine chooses tiles from. ``--help`` lists the rest.
+For each model and number of rows: every candidate tile of every product is checked against fp64 and timed
+over the layers' distinct weights; the best are tried in the whole chain, one product at a time; the
+winners, and the chain in its variants (library, bare products, unfused, fused, without PDL), are printed,
+and saved as JSON after each model. ``--save`` also writes the table that the engine chooses tiles from.
+``--help`` lists the rest.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from gemv_chain import (  # noqa: E402
+
+from benchmarks.gemv_candidates import CANDIDATES  # noqa: E402
+from benchmarks.gemv_chain import (  # noqa: E402
     EPS,
     PRODUCTS,
     SHAPES,
@@ -35,8 +40,7 @@ from gemv_chain import (  # noqa: E402
     record,
     time_graph,
 )
-from gemv_compile import Compilers, Job  # noqa: E402
-
+from benchmarks.gemv_compile import Compilers, Job  # noqa: E402
 from mainspring.kernels.triton.gemv_common import Epilogue, Prologue, WeightOperand  # noqa: E402
 from mainspring.kernels.triton.gemv_ops import head_argmax, reference_matmul, skinny_matmul  # noqa: E402
 from mainspring.kernels.triton.gemv_plan import Tile  # noqa: E402
@@ -47,91 +51,6 @@ FUSIONS = ("norm", "swiglu", "residual", "head")
 ERROR_LIMIT = 6e-3
 
 
-def vector_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
-    """Vector tiles worth trying: 16 to 96 registers of weights a thread, at most four rows."""
-    if rows > 4:
-        return
-    choices = []
-    for block_k in (256, 512, 1024, 2048):
-        if block_k > triton.next_power_of_2(k):
-            continue
-        chunks = -(-k // block_k)
-        for block_n in (2, 4, 8, 16):
-            for warps in (1, 2, 4, 8):
-                for prefetch in sorted({1, 2, 4, chunks}):
-                    if prefetch > chunks or chunks > 16:
-                        continue
-                    each = block_n * block_k * prefetch // (32 * warps)
-                    if not 16 <= each <= 192 or block_n * block_k // (32 * warps) < 8:
-                        continue
-                    waste = abs(each - 64) / 64 + (0.5 if block_k != 256 * warps else 0.0)
-                    waste += 0.3 * (n // block_n < 128)
-                    choices.append((waste, Tile("vector", block_n, block_k, warps, prefetch)))
-    choices.sort(key=lambda pair: pair[0])
-    for _, tile in choices[:most]:
-        yield tile
-    for _, tile in choices[: most // 4]:
-        yield replace(tile, inner=False)
-    if n > 16384:
-        for per_sm in (2, 4, 8):
-            for _, tile in choices[: most // 4]:
-                yield replace(tile, per_sm=per_sm)
-
-
-def dot_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
-    """``tl.dot`` tiles worth trying, the ones with enough programs first."""
-    choices = []
-    for block_n in (16, 32, 64):
-        for block_k in (128, 256, 512):
-            for split in (1, 2, 4):
-                for warps in (4, 8):
-                    for prefetch in (1, 2, 4):
-                        each = block_n * block_k * prefetch // (32 * warps)
-                        if block_k > k or not 16 <= each <= 128 or split * (block_n // 16) > 2 * warps:
-                            continue
-                        waste = abs(each - 48) / 48 + 0.5 * (n // block_n < 128) + 0.2 * (split == 1) * (block_n == 16)
-                        choices.append((waste, Tile("dot", block_n, block_k, warps, prefetch, split_k=split)))
-    choices.sort(key=lambda pair: pair[0])
-    for _, tile in choices[:most]:
-        yield tile
-
-
-def mma_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
-    """Gluon tiles worth trying: 16 to 96 registers of weights a thread, and a round number of programs."""
-    if rows > 16:
-        return
-    choices = []
-    for block_k in (256, 512, 1024, 2048, 4096):
-        chunks = -(-k // block_k)
-        if block_k > triton.next_power_of_2(k) or chunks > 32:
-            continue
-        for block_n in (8, 16, 32):
-            for warps in (2, 4, 8, 16):
-                for split in (warps, warps // 2, warps // 4):
-                    for prefetch in sorted({1, 2, 4, chunks}):
-                        if split < 1 or prefetch > chunks or block_n < 8 * (warps // split) or block_k < 32 * warps:
-                            continue
-                        registers = block_n * block_k * prefetch // (64 * warps)
-                        if not 8 <= registers <= 96:
-                            continue
-                        programs = n / block_n / 132
-                        waves = -(-programs // 1)
-                        waste = abs(registers - 40) / 40 + (1 - programs / waves) + 0.3 * (split != warps)
-                        waste += 0.5 * (prefetch < chunks and chunks * registers // prefetch <= 96)
-                        waste += 0.4 * (block_k > 128 * warps)
-                        choices.append((waste, Tile("mma", block_n, block_k, warps, prefetch, split_k=split)))
-    choices.sort(key=lambda pair: pair[0])
-    for _, tile in choices[:most]:
-        yield replace(tile, inner=False)
-    if rows == 1:
-        for _, tile in choices[: most // 2]:
-            yield tile
-    if n > 16384:
-        for per_sm in (2, 4):
-            for _, tile in choices[: most // 4]:
-                yield replace(tile, per_sm=per_sm, inner=rows == 1)
-
-
 class Sweep:
     """One model and number of rows on one GPU."""
 
@@ -140,49 +59,59 @@ class Sweep:
         compilers: Compilers | None, kernels: list[str],
     ) -> None:  # fmt: skip
         """``deadline`` is a ``time.monotonic()`` value after which nothing new is started."""
-        self.weights, self.rows, self.bandwidth, self.deadline, self.most = weights, rows, bandwidth, deadline, most
+        self.weights, self.rows, self.bandwidth, self.deadline, self.most = (
+            weights,
+            rows,
+            bandwidth,
+            deadline,
+            most,
+        )
         self.compilers, self.kernels = compilers, kernels
         self.shape = weights.shape
         self.device = weights.norms.device
         self.failures: list[str] = []
         self.measured: dict[str, list[dict[str, Any]]] = {}
 
-    def late(self) -> bool:
+    def late(self, until: float | None = None) -> bool:
         """Whether the time is up."""
-        return time.monotonic() > self.deadline
+        return time.monotonic() > (self.deadline if until is None else until)
 
     def candidates(self, product: str) -> list[Tile]:
-        """Tiles to try for a product."""
+        """Tiles to try for a product, the kernels taking turns, so that each has had some when time is up."""
         n, k = self.shape.shape(product)
-        makers = {"vector": vector_candidates, "dot": dot_candidates, "mma": mma_candidates}
-        return [tile for name in self.kernels for tile in makers[name](n, k, self.rows, self.most)]
+        rows = [list(CANDIDATES[name](n, k, self.rows, self.most)) for name in self.kernels]
+        return [tile for turn in zip_longest(*rows) for tile in turn if tile is not None]
 
     def operands(self, product: str) -> list[WeightOperand]:
         """The product's distinct weights."""
         return [self.weights.head] if product == "head" else [layer[product] for layer in self.weights.layers]
 
-    def compile(self, jobs: list[Job]) -> set[Job]:
+    def compile(self, jobs: list[Job], seconds: float) -> set[Job]:
         """Compile ahead, in parallel; returns the jobs that failed."""
         if self.compilers is None:
             return set()
-        failed = self.compilers.run(jobs, self.deadline - time.monotonic())
+        failed = self.compilers.run(jobs, seconds)
+        if 2 * len(failed) > len(jobs):
+            print(f"  compiling ahead does not work here: {next(iter(failed.values()))}")
+            return set()
         self.failures += [f"{job.n}x{job.k} {job.tile.short()}: {problem}" for job, problem in failed.items()]
         return set(failed)
 
-    def tune(self, product: str, keep: int) -> list[Tile]:
-        """Check and time every candidate over the layers' weights; the fastest first."""
+    def tune(self, product: str, keep: int, until: float) -> list[Tile]:
+        """Check and time candidates over the layers' weights, until time is up; the fastest first."""
         n, k = self.shape.shape(product)
         operands = self.operands(product)
         x = torch.randn((self.rows, k), device=self.device, dtype=torch.bfloat16)
         out = torch.empty((self.rows, n), device=self.device, dtype=torch.bfloat16)
         expected = reference_matmul(x, operands[0])
         tiles = self.candidates(product)
-        failed = {job.tile for job in self.compile([Job(self.rows, n, k, tile) for tile in tiles])}
+        jobs = [Job(self.rows, n, k, tile) for tile in tiles]
+        failed = {job.tile for job in self.compile(jobs, 0.8 * (until - time.monotonic()))}
         tiles = [tile for tile in tiles if tile not in failed]
         copies = 3 if product == "head" else 1
         results: list[tuple[float, Tile]] = []
         for tile in [LIBRARY, *tiles]:
-            if self.late():
+            if self.late(until):
                 break
             try:
                 out.fill_(float("nan"))
@@ -195,9 +124,14 @@ class Sweep:
                     for operand in operands * copies:
                         self.run(x, operand, tile, out)
 
-                results.append((time_graph(record(chain), 5, 3) / len(operands * copies) * 1e3, tile))
+                results.append((time_graph(record(chain), 10, 3) / len(operands * copies) * 1e3, tile))
             except Exception as problem:
                 self.failures.append(f"{product} {tile.short()}: {str(problem)[-200:]}")
+                if "CUDA error" in str(problem) and "resources" not in str(problem):
+                    print(
+                        f"  {self.failures[-1]}\n  the GPU context is lost: leave that tile out, start again"
+                    )
+                    raise
         results.sort(key=lambda pair: pair[0])
         nbytes = operands[0].nbytes
         self.measured[product] = [
@@ -205,13 +139,16 @@ class Sweep:
             for micro, tile in results
         ]
         library = next((micro for micro, tile in results if tile == LIBRARY), float("nan"))
-        print(f"  {product} {n}x{k}: floor {nbytes / self.bandwidth * 1e6:.2f} us, torch.mm {library:.2f}, "
-              f"{len(results)} tiles, {len(self.failures)} failures so far")  # fmt: skip
+        print(
+            f"  {product} {n}x{k}: floor {nbytes / self.bandwidth * 1e6:.2f} us, torch.mm {library:.2f}, "
+            f"{len(results) - 1} of {len(tiles)} tiles, {len(self.failures)} failures so far",
+            flush=True,
+        )
         for micro, tile in results[:4]:
             print(f"    {micro:7.2f} us  {nbytes / micro / 1e6:5.2f} TB/s  {tile.short()}")
         own = [tile for _, tile in results if tile != LIBRARY]
         best = own[:keep]
-        for kernel in ("vector", "dot", "mma"):
+        for kernel in ("vector", "dot", "mma", "ring"):
             if kernel not in {tile.kernel for tile in best}:
                 best += [tile for tile in own if tile.kernel == kernel][:1]
         return [*best, LIBRARY]
@@ -240,7 +177,10 @@ class Sweep:
                 trial = layers({**chosen, product: tile})
                 if trial < record_time:
                     record_time, chosen = trial, {**chosen, product: tile}
-        print(f"  layers alone {record_time:.4f} ms: " + "; ".join(f"{p} {t.short()}" for p, t in chosen.items()))
+        print(
+            f"  layers alone {record_time:.4f} ms: "
+            + "; ".join(f"{p} {t.short()}" for p, t in chosen.items())
+        )
         return chosen
 
     def fused_jobs(self, tiles: dict[str, Tile]) -> list[Job]:
@@ -273,8 +213,10 @@ class Sweep:
             columns = weight.rows // (2 if epilogue == Epilogue.SWIGLU else 1)
             beside = torch.randn((rows, columns), device=self.device, dtype=dtype) if residual else None
             out = torch.full((rows, columns), float("nan"), device=self.device, dtype=dtype)
-            arguments = {"residual": beside, "norm_weight": norms, "eps": EPS}
-            skinny_matmul(x, weight, tiles[product], out=out, prologue=prologue, epilogue=epilogue, **arguments)
+            arguments: dict[str, Any] = {"residual": beside, "norm_weight": norms, "eps": EPS}
+            skinny_matmul(
+                x, weight, tiles[product], out=out, prologue=prologue, epilogue=epilogue, **arguments
+            )
             wanted = reference_matmul(x, weight, prologue=prologue, epilogue=epilogue, **arguments)
             errors[name] = float((out.double() - wanted).norm() / wanted.norm())
 
@@ -293,13 +235,17 @@ class Sweep:
                 errors[name] = float("nan")
         try:
             x = torch.randn((rows, self.shape.hidden), device=self.device, dtype=dtype)
-            arguments = {"norm_weight": norms, "eps": EPS, "prologue": Prologue.NORM}
+            arguments: dict[str, Any] = {"norm_weight": norms, "eps": EPS, "prologue": Prologue.NORM}
             token = head_argmax(x, self.weights.head, tiles["head"], **arguments)
             logits = skinny_matmul(x, self.weights.head, tiles["head"], **arguments)
             errors["arg-max rows that differ"] = float((token != logits.argmax(-1)).sum())
         except Exception as problem:
             self.failures.append(f"head arg-max: {str(problem)[-200:]}")
         return errors
+
+    def chain(self, tiles: dict[str, Tile], fuse: frozenset[str]) -> Chain:
+        """The whole chain with own kernels."""
+        return Chain(self.weights, self.rows, tiles, fuse)
 
     def variants(self, chosen: dict[str, Tile], tiles: dict[str, Tile]) -> dict[str, float]:
         """Milliseconds of the whole chain in each variant."""
@@ -315,10 +261,8 @@ class Sweep:
             "whole ours, all fused": lambda: Chain(self.weights, self.rows, tiles, every),
             "whole ours, all fused, no PDL": lambda: Chain(self.weights, self.rows, tiles, every, pdl=False),
             **{
-                f"whole ours, {name} not fused": lambda name=name: Chain(
-                    self.weights, self.rows, tiles, every - {name}
-                )
-                for name in FUSIONS
+                f"whole ours, {part} not fused": partial(self.chain, tiles, every - {part})
+                for part in FUSIONS
             },
         }  # fmt: skip
         if chosen == tiles:
@@ -353,8 +297,16 @@ class Sweep:
     def report(self) -> dict[str, Any]:
         """Everything for this model and number of rows, printed as it comes."""
         floor = self.shape.step_bytes / self.bandwidth * 1e3
-        print(f"\n== {self.shape.name}, {self.rows} rows: {self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms")
-        best = {product: self.tune(product, 5) for product in (*PRODUCTS, "head")}
+        print(
+            f"\n== {self.shape.name}, {self.rows} rows: "
+            f"{self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms"
+        )
+        begin = time.monotonic()
+        share = 0.65 * (self.deadline - begin) / 5
+        best = {
+            product: self.tune(product, 5, begin + share * (place + 1))
+            for place, product in enumerate((*PRODUCTS, "head"))
+        }
         missing = [product for product, tiles in best.items() if tiles == [LIBRARY]]
         if missing:
             print(f"  no tile works for {missing}; last failures: {self.failures[-3:]}")
@@ -363,13 +315,19 @@ class Sweep:
         chosen = {**self.descend({p: best[p] for p in PRODUCTS}), "head": head}
         # A fused step needs own kernels everywhere, also where the library's product alone is faster.
         own = {p: best[p][0] if tile == LIBRARY else tile for p, tile in chosen.items()}
-        self.compile(self.fused_jobs(own))
+        self.compile(self.fused_jobs(own), 0.5 * (self.deadline - time.monotonic()))
         errors = self.check_fused(own)
-        print("  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+        print(
+            "  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        )
         times = self.variants(chosen, own)
+        for failure in self.failures[:6]:
+            print("  failed: " + failure.replace("\n", " ")[:160])
         for name, milliseconds in times.items():
             rate = self.shape.step_bytes / milliseconds / 1e9
-            print(f"  {name:34s} {milliseconds:8.4f} ms  {rate:5.2f} TB/s  {milliseconds / floor:5.2f} x floor")
+            print(
+                f"  {name:34s} {milliseconds:8.4f} ms  {rate:5.2f} TB/s  {milliseconds / floor:5.2f} x floor"
+            )
         return {
             "model": self.shape.name,
             "rows": self.rows,
@@ -384,13 +342,21 @@ class Sweep:
 
 def main() -> None:
     """Read the command line, sweep, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"], choices=SHAPES)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"], choices=SHAPES
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all")
-    parser.add_argument("--candidates", type=int, default=24, help="tiles of each kernel to try for a product")
-    parser.add_argument("--kernels", nargs="+", default=["mma", "vector", "dot"], choices=["mma", "vector", "dot"])
-    parser.add_argument("--save", action="store_true", help="write the table of tiles, into --out and the package")
+    parser.add_argument(
+        "--candidates", type=int, default=24, help="tiles of each kernel to try for a product"
+    )
+    parser.add_argument("--kernels", nargs="+", default=["mma", "ring", "vector", "dot"], choices=CANDIDATES)
+    parser.add_argument(
+        "--save", action="store_true", help="write the table of tiles, into --out and the package"
+    )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for sweep_gemv.json")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -416,11 +382,13 @@ def main() -> None:
         if left < 10:
             print(f"time is up before {name}, {rows} rows")
             break
-        share = time.monotonic() + left / min(3, len(pairs) - position)
+        share = time.monotonic() + left / (len(pairs) - position)
         try:
             weights = StepWeights.draw(SHAPES[name], pool)
             result["sweeps"].append(
-                Sweep(weights, rows, bandwidth, share, options.candidates, compilers, options.kernels).report()
+                Sweep(
+                    weights, rows, bandwidth, share, options.candidates, compilers, options.kernels
+                ).report()
             )
         except Exception:
             print(f"{name}, {rows} rows failed:\n{traceback.format_exc()[-1500:]}")

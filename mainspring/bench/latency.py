@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 #: Launch modes and the engine options that turn them on.
 LAUNCH_MODES: dict[str, dict[str, Any]] = {"graph": {}, "eager": {"enforce_eager": True}}
 BLOCK_SIZE = 16
+
+LookAtStep = Callable[[int, PausedBatch], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Setting:
         first_seconds: float,
         steps: Sequence[float] = (),
         step_ms: float | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> LatencyRecord:
         """The figures of one batch; ``steps`` are the seconds of single decode steps, where they could be seen."""
         needed = self.bytes_of(batch)
@@ -85,6 +88,7 @@ class Setting:
             tokens_per_second=batch / (tpot_ms / 1e3),
             step_read_bytes=needed.total,
             read_bandwidth=self.bandwidth,
+            extra=extra or {},
         )
 
 
@@ -107,16 +111,14 @@ class Timeline:
         return [later - earlier for (earlier, before), (later, rows) in pairs if before == rows == batch]
 
 
-def measure_engine(
-    setting: Setting, launch_mode: str, at_rest: Callable[[int, PausedBatch], None] | None = None
-) -> Iterator[LatencyRecord]:
+def measure_engine(setting: Setting, launch_mode: str, at_rest: LookAtStep | None = None) -> Iterator[LatencyRecord]:
     """Measure every batch of the workload in one engine, in ``launch_mode``.
 
-    ``at_rest(batch, paused)`` may look at each batch's recorded step, paused in mid-answer. Raises ``ValueError`` for
+    ``at_rest(batch, paused)`` may look at each batch's recorded step, paused in mid-answer, and return figures for the
+    record's ``extra``. Raises ``ValueError`` for
     a launch mode that does not exist.
     """
-    if launch_mode not in LAUNCH_MODES:
-        raise ValueError(f"launch mode {launch_mode!r} is not known; give {' or '.join(LAUNCH_MODES)}")
+    check_modes(launch_mode)
     import mainspring
 
     try:
@@ -125,6 +127,15 @@ def measure_engine(
                 yield _measure_batch(llm, setting, launch_mode, batch, at_rest)
     finally:
         free_memory()
+
+
+def check_modes(text: str) -> list[str]:
+    """Launch modes from a text such as ``graph,eager``. Raises ``ValueError`` for one that does not exist."""
+    modes = [part.strip() for part in text.split(",")]
+    for mode in modes:
+        if mode not in LAUNCH_MODES:
+            raise ValueError(f"launch mode {mode!r} is not known; give {' or '.join(LAUNCH_MODES)}")
+    return modes
 
 
 def engine_options(setting: Setting, launch_mode: str) -> dict[str, Any]:
@@ -176,7 +187,7 @@ def _measure_batch(
     setting: Setting,
     launch_mode: str,
     batch: int,
-    at_rest: Callable[[int, PausedBatch], None] | None,
+    at_rest: LookAtStep | None,
 ) -> LatencyRecord:
     import mainspring
 
@@ -185,12 +196,13 @@ def _measure_batch(
     long, short = _params(workload, workload.output_len + 1), _params(workload, 1)
     half = max(workload.output_len // 2, 1)
     step_ms = None
+    extra: Mapping[str, Any] = {}
     # Warms up as well, so that nothing is compiled or recorded in what follows.
     with paused_batch(llm.core, prompts, _params(workload, half + 2 * BLOCK_SIZE), after=half) as paused:
         if paused is not None:
             step_ms = paused.step_ms()
             if at_rest is not None:
-                at_rest(batch, paused)
+                extra = at_rest(batch, paused)
     steps: list[float] = []
     means, firsts = [], []
     for _ in range(workload.repeats):
@@ -207,6 +219,7 @@ def _measure_batch(
         first_seconds=statistics.median(firsts),
         steps=steps,
         step_ms=step_ms,
+        extra=extra,
     )
 
 

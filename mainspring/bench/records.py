@@ -89,12 +89,14 @@ def provenance(device: torch.device) -> Provenance:
     )
 
 
-def as_record(origin: Provenance, kind: str, measured: LatencyRecord | Mapping[str, Any]) -> dict[str, Any]:
-    """One flat record: ``kind`` of measurement, provenance, figures. An empty ``extra`` is left out."""
-    figures = dict(measured) if isinstance(measured, Mapping) else asdict(measured)
-    if not figures.get("extra", True):
-        del figures["extra"]
-    return {"kind": kind, **asdict(origin), **figures}
+def as_record(origin: Provenance, kind: str, measured: Any) -> dict[str, Any]:
+    """One flat record: ``kind`` of measurement, provenance, and the figures of ``measured``.
+
+    Those are what its ``figures()`` gives, or else its dataclass fields; ``extra`` is laid out beside them.
+    """
+    figures = measured.figures() if hasattr(measured, "figures") else asdict(measured)
+    extra = figures.pop("extra", {})
+    return {"kind": kind, **asdict(origin), **figures, **extra}
 
 
 def append_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

@@ -16,9 +16,12 @@ from mainspring.models.source import resolve
 
 @contextmanager
 def open_setting(
-    name: str, dtype: str, device: str | None, workload: Workload, bandwidth: float | None = None
+    name: str, dtype: str, device: str | None, workload: Workload, *, measure_bandwidth: bool = True
 ) -> Iterator[Setting]:
-    """Find the model, check the workload against it, and measure the read bandwidth unless one is given."""
+    """Find the model, check the workload against it, and measure the read bandwidth.
+
+    Without ``measure_bandwidth`` it is taken as infinite: no floors then.
+    """
     with open_model(name) as model:
         where = choose_device(device)
         config = load_config(resolve(model.path, weights=model.load_format != "dummy"))
@@ -29,5 +32,5 @@ def open_setting(
             dtype=resolve_dtype(dtype, config, where),
             device=where,
             workload=workload,
-            bandwidth=bandwidth or read_bandwidth(where),
+            bandwidth=read_bandwidth(where) if measure_bandwidth else float("inf"),
         )

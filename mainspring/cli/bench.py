@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option, Typer
 from typer.core import TyperGroup
 
+from mainspring.cli.bench_output import DEFAULT_FILE, Kernels, Output
 from mainspring.cli.command import command
 from mainspring.cli.options import parse_sizes
-
-#: What a bare ``--json`` means: the file named for the device.
-DEFAULT_FILE = "auto"
 
 
 class _BareJson(TyperGroup):
@@ -64,6 +61,12 @@ def latency(
         bool, Option("--sampled", help="Sample with temperature and top-p instead of taking the likeliest token.")
     ] = False,
     repeats: Annotated[int, Option(help="Times that each batch is measured.")] = 3,
+    peer: Annotated[
+        list[str] | None, Option(help="Measure transformers or vllm as well; may be given several times.")
+    ] = None,
+    profile: Annotated[
+        bool, Option("--profile", help="Show the kernels of one recorded step, each beside its floor (CUDA).")
+    ] = False,
     json: Json = None,
 ) -> None:
     """Milliseconds per token of the decode step, beside the floor that this device's memory sets.
@@ -71,61 +74,83 @@ def latency(
     The floor is what the step must read, at the read bandwidth measured in the same run. ``step`` is the recorded
     step alone, replayed in a row: what TPOT has above it is the CPU's.
     """
-    from mainspring.bench.latency import measure_engine
+    from mainspring.bench.latency import check_modes, measure_engine
+    from mainspring.bench.peers.base import modes_of
+    from mainspring.bench.peers.measure import measure_peer
     from mainspring.bench.setting import open_setting
     from mainspring.bench.workload import Workload
 
     if context is not None:
         input_len = context - output_len // 2
     workload = Workload(tuple(parse_sizes(batch)), input_len, output_len, repeats=repeats, sampled=sampled)
-    modes = _modes(launch_mode)
-    output = _Output(json)
-    with open_setting(model, dtype, device, workload) as setting:
-        for mode in modes:
-            for record in measure_engine(setting, mode):
-                output.add(setting.device, "latency", record)
-    output.show_latency()
+    modes = check_modes(launch_mode)
+    peers = [(name, mode) for name in peer or [] for mode in modes_of(name, modes)]
+    if profile and "graph" not in modes:
+        raise ValueError("--profile shows the kernels of a recorded step; have graph among --launch-mode")
+    output = Output(json)
+    kernels = None
+    try:
+        with open_setting(model, dtype, device, workload) as setting:
+            kernels = Kernels(setting) if profile else None
+            for mode in modes:
+                for record in measure_engine(setting, mode, kernels):
+                    output.add(setting.device, "latency", record)
+            for name, mode in peers:
+                for record in measure_peer(setting, name, mode):
+                    output.add(setting.device, "latency", record)
+    finally:
+        # What was measured before something failed is shown all the same.
+        output.show("latency_table")
+        if kernels is not None:
+            kernels.show()
 
 
-class _Output:
-    """Keeps records for the table, and appends each to the file at once, so that a run cut short leaves them."""
+@command(bench)
+def startup(
+    model: Model = "qwen3-0.6b",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    launch_mode: Annotated[str, Option(help="graph or eager.")] = "graph",
+    max_num_seqs: Annotated[int | None, Option(help="Largest batch, and so the top of the ladder.")] = None,
+    weights: Annotated[
+        str, Option(metavar="disk|dummy", help="For random weights: read them from disk, or make them in memory.")
+    ] = "disk",
+    json: Json = None,
+) -> None:
+    """Seconds from starting Python to the first token, with empty kernel caches (cold), then again (warm).
 
-    def __init__(self, file: str | None) -> None:
-        self._file = file
-        self._records: list[Any] = []
-        self._origin: Any = None
+    Named shapes are first written to a temporary folder as a checkpoint of random weights.
+    """
+    from mainspring.bench.startup import startups
 
-    def add(self, device: Any, kind: str, record: Any) -> None:
-        """Take in one record."""
-        from mainspring.bench.records import append_records, as_record, default_path, provenance
-
-        self._records.append(record)
-        if self._file is None:
-            return
-        self._origin = self._origin or provenance(device)
-        path = default_path(device) if self._file == DEFAULT_FILE else Path(self._file)
-        append_records(path, [as_record(self._origin, kind, record)])
-
-    def show_latency(self) -> None:
-        """Write the table to the standard output."""
-        from mainspring.bench.report import latency_table
-
-        _print(latency_table(self._records))
+    output = Output(json)
+    for where, record in startups(model, dtype, device, launch_mode, max_num_seqs, weights):
+        output.add(where, "startup", record)
+    output.show("startup_table")
 
 
-def _modes(text: str) -> list[str]:
-    from mainspring.bench.latency import LAUNCH_MODES
+@command(bench)
+def cpu(
+    model: Model = "smollm2",
+    batch: Batch = "1,8",
+    input_len: InputLen = 32,
+    output_len: OutputLen = 32,
+    dtype: Dtype = "float32",
+    repeats: Annotated[int, Option(help="Pairs of runs.")] = 3,
+    json: Json = None,
+) -> None:
+    """Tokens per second beside transformers' generate on the CPU, in alternating runs.
 
-    modes = [part.strip() for part in text.split(",")]
-    for mode in modes:
-        if mode not in LAUNCH_MODES:
-            raise ValueError(f"launch mode {mode!r} is not known; give {' or '.join(LAUNCH_MODES)}")
-    return modes
+    A run answers a batch of random prompts, prefill included; the ratio is the median over pairs of runs made next to
+    each other.
+    """
+    from mainspring.bench.compare import compare
+    from mainspring.bench.setting import open_setting
+    from mainspring.bench.workload import Workload
 
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    # A table cut to a narrow or absent terminal would lose figures.
-    Console(width=max(console.width, 132)).print(table)
+    workload = Workload(tuple(parse_sizes(batch)), input_len, output_len, repeats=repeats)
+    output = Output(json)
+    with open_setting(model, dtype, "cpu", workload, measure_bandwidth=False) as setting:
+        for result in compare(setting):
+            output.add(setting.device, "comparison", result)
+    output.show("comparison_table")

@@ -69,6 +69,8 @@ def assert_greedy_equal(
     return compared, ties
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_smollm2_on_twenty_prompts(smollm2: LLM) -> None:
     source = resolve("smollm2")
     reference = transformers.AutoModelForCausalLM.from_pretrained(

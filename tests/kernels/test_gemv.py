@@ -17,7 +17,8 @@ from mainspring.kernels.triton.gemv_ops import head_argmax, reference_matmul, sk
 from mainspring.kernels.triton.gemv_plan import Tile  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# The interpreter cuts bf16 off where a GPU rounds.
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 2e-2}
 VECTOR = [
     Tile(block_n=4, block_k=64, prefetch=1),
     Tile(block_n=8, block_k=32, prefetch=3, per_sm=1),
@@ -28,13 +29,15 @@ DOT = [
     Tile("dot", block_n=16, block_k=64, prefetch=1),
     Tile("dot", block_n=32, block_k=64, prefetch=2, split_k=2),
 ]
-MMA = [
+UNITS = [
     Tile("mma", block_n=8, block_k=128, warps=4, prefetch=1, split_k=4),
     Tile("mma", block_n=16, block_k=64, warps=2, prefetch=2, split_k=1, inner=False),
     Tile("mma", block_n=8, block_k=64, warps=2, prefetch=1, split_k=2, per_sm=1),
     Tile("mma", block_n=16, block_k=32, warps=1, prefetch=9, inner=False),
+    Tile("ring", block_n=8, block_k=128, warps=2, split_k=2, stages=4),
+    Tile("ring", block_n=16, block_k=64, warps=2, split_k=1, stages=3, per_sm=1),
 ]
-TILES = VECTOR + DOT + (MMA if DEVICE == "cuda" else [])
+TILES = VECTOR + DOT + (UNITS if DEVICE == "cuda" else [])
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -54,10 +57,10 @@ def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("tile", TILES, ids=Tile.short)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 40, 128), (3, 37, 200)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 20, 128), (3, 13, 200)])
 def test_product_equals_fp64(tile: Tile, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
-    if tile.kernel == "mma" and dtype == torch.float32:
-        pytest.skip("the mma kernel is for 16-bit operands")
+    if tile.kernel in ("mma", "ring") and dtype == torch.float32:
+        pytest.skip("these kernels are for 16-bit operands")
     torch.manual_seed(rows * n + k)
     x, w, b = draw((rows, k), dtype), draw((n, k), dtype, k**-0.5), draw((n,), dtype)
     r = draw((rows, n), dtype)
@@ -72,13 +75,15 @@ def test_product_equals_fp64(tile: Tile, dtype: torch.dtype, rows: int, n: int, 
 @pytest.mark.parametrize("prologue", [Prologue.NORM, Prologue.SILU], ids=lambda p: p.name)
 @pytest.mark.parametrize("epilogue", [Epilogue.PLAIN, Epilogue.SWIGLU], ids=lambda e: e.name)
 def test_fused_product_equals_fp64(tile: Tile, prologue: Prologue, epilogue: Epilogue) -> None:
-    dtype, rows, n, k = torch.bfloat16, 2, 52, 160
+    dtype, rows, n, k = torch.bfloat16, 2, 20, 160
     torch.manual_seed(5)
     x = draw((rows, 2 * k if prologue == Prologue.SILU else k), dtype, 3.0)
     weight, g = WeightOperand.dense(draw((n, k), dtype, k**-0.5)), draw((k,), dtype)
     columns = n // 2 if epilogue == Epilogue.SWIGLU else n
     whole = poisoned(rows, columns, dtype)
-    skinny_matmul(x, weight, tile, out=whole[:, :columns], norm_weight=g, prologue=prologue, epilogue=epilogue)
+    skinny_matmul(
+        x, weight, tile, out=whole[:, :columns], norm_weight=g, prologue=prologue, epilogue=epilogue
+    )
     wanted = reference_matmul(x, weight, norm_weight=g, prologue=prologue, epilogue=epilogue)
     close(whole[:, :columns], wanted, dtype)
     assert torch.isnan(whole[:, columns:]).all()
@@ -96,8 +101,8 @@ def test_row_scaled_weight_gives_its_dequantised_product(tile: Tile) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=Tile.short)
 def test_head_argmax_is_that_of_stored_logits(tile: Tile) -> None:
     torch.manual_seed(3)
-    x, weight = draw((2, 64), torch.bfloat16), WeightOperand.dense(draw((150, 64), torch.bfloat16))
-    weight.tensor[140] = weight.tensor[17]
+    x, weight = draw((2, 64), torch.bfloat16), WeightOperand.dense(draw((60, 64), torch.bfloat16))
+    weight.tensor[50] = weight.tensor[17]
     x[1] = weight.tensor[17]
     logits = skinny_matmul(x, weight, tile)
     got = head_argmax(x, weight, tile)
@@ -106,15 +111,19 @@ def test_head_argmax_is_that_of_stored_logits(tile: Tile) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 13, 16])
-@pytest.mark.parametrize("tile", MMA, ids=Tile.short)
+@pytest.mark.parametrize("tile", UNITS, ids=Tile.short)
 @pytest.mark.parametrize("prologue", list(Prologue), ids=lambda p: p.name)
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="Gluon kernels have no interpreter")
-def test_mma_takes_every_number_of_rows(rows: int, tile: Tile, prologue: Prologue) -> None:
+def test_matrix_units_take_every_number_of_rows(rows: int, tile: Tile, prologue: Prologue) -> None:
     dtype, n, k = torch.float16, 1000, 416
     torch.manual_seed(rows)
     x = draw((rows, 2 * k if prologue == Prologue.SILU else k), dtype)
-    weight, g, r = WeightOperand.dense(draw((n, k), dtype, k**-0.5)), draw((k,), dtype), draw((rows, n), dtype)
+    weight, g, r = (
+        WeightOperand.dense(draw((n, k), dtype, k**-0.5)),
+        draw((k,), dtype),
+        draw((rows, n), dtype),
+    )
     whole = poisoned(rows, n, dtype)
     got = skinny_matmul(x, weight, tile, out=whole[:, :n], norm_weight=g, residual=r, prologue=prologue)
     close(got, reference_matmul(x, weight, norm_weight=g, residual=r, prologue=prologue), dtype)

@@ -1,8 +1,8 @@
 """No wait may be left out of a kernel that starts before the one in front of it is done.
 
-The kernel in front lets its dependents start at once and then idles for milliseconds before it does its work. A kernel
-that waits gives the right answer all the same; with its wait compiled out the answer must be wrong, or the test would
-prove nothing.
+The kernel in front lets its dependents start at once and then idles for milliseconds before it does its
+work. A kernel that waits gives the right answer all the same; with its wait compiled out the answer must be
+wrong, or the test would prove nothing.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def qkv_case(part: str) -> Case:
 PLAIN, NORM, SILU = Prologue.PLAIN, Prologue.NORM, Prologue.SILU
 VECTOR, DOT = Tile("vector", 8, 256, 4, 1), Tile("dot", 16, 128, 4, 1)
 MMA = Tile("mma", 8, 256, 4, 1, split_k=4, inner=False)
+RING = Tile("ring", 8, 256, 4, split_k=4, stages=2)
 CASES: dict[str, Callable[[], Case]] = {
     "vector": lambda: product_case(VECTOR, 1, PLAIN, Epilogue.PLAIN, False),
     "vector, several tiles": lambda: product_case(
@@ -133,6 +134,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "mma, norm, swiglu": lambda: product_case(MMA, 1, NORM, Epilogue.SWIGLU, False),
     "mma, 16 rows, residual": lambda: product_case(MMA, 16, NORM, Epilogue.PLAIN, True),
     "mma, arg-max": lambda: product_case(MMA, 1, NORM, Epilogue.ARGMAX, False),
+    "ring": lambda: product_case(RING, 1, NORM, Epilogue.PLAIN, True),
+    "ring, 16 rows, swiglu": lambda: product_case(RING, 16, PLAIN, Epilogue.SWIGLU, False),
+    "ring, arg-max": lambda: product_case(RING, 1, PLAIN, Epilogue.ARGMAX, False),
     "arg-max, second stage": reduce_case,
     "qkv, q": lambda: qkv_case("q"),
     "qkv, k": lambda: qkv_case("k"),
@@ -229,5 +233,10 @@ def test_done_only_after_the_kernels_in_front(name: str) -> None:
         return kept
 
     assert torch.equal(seen(wait=True), new)
-    if name not in ("vector, arg-max", "dot, arg-max", "mma, arg-max"):  # their second stage still waits
+    if name not in (
+        "vector, arg-max",
+        "dot, arg-max",
+        "mma, arg-max",
+        "ring, arg-max",
+    ):  # their second stage still waits
         assert not torch.equal(seen(wait=False), new), "right without its wait: the test proves nothing"

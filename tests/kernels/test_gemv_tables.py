@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 pytest.importorskip("triton")
 
-from mainspring.kernels.triton.gemv_plan import Tile
-from mainspring.kernels.triton.gemv_tables import (
+from mainspring.kernels.triton.gemv_plan import Tile  # noqa: E402
+from mainspring.kernels.triton.gemv_tables import (  # noqa: E402
     TABLES,
     Entry,
     choose_tile,

@@ -1,9 +1,13 @@
 """Matrix-vector product on the vector units, for 1 to 8 rows of any float dtype.
 
-A program owns ``block_n`` rows of W at a time and walks K in chunks of ``block_k``. The first ``prefetch`` chunks are
-in registers before the program waits for the kernel before it. With ``programs`` below the number of tiles, a program
-takes several tiles, and fetches the first chunks of the next one while it finishes this one.
+A program owns ``block_n`` rows of W at a time and walks K in chunks of ``block_k``. The first ``prefetch``
+chunks are in registers before the program waits for the kernel before it. With ``programs`` below the
+number of tiles, a program takes several tiles, and fetches the first chunks of the next one while it
+finishes this one.
 """
+
+# Inside of kernels a name may hold tuples of any length.
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -50,7 +54,9 @@ def fetch_chunk(
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PAIRED: tl.constexpr, MAY_END: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """One [BLOCK_N, BLOCK_K] chunk of W as stored; zeros outside of it. MAY_END: the tile may be beyond the last."""
+    """One [BLOCK_N, BLOCK_K] chunk of W as stored; zeros outside of it. MAY_END: the tile may be beyond the
+    last.
+    """
     rows = weight_rows(tile, N, BLOCK_N, PAIRED)
     columns = k0 + tl.arange(0, BLOCK_K)
     offsets = rows.to(tl.int64)[:, None] * stride_w + columns[None, :]
@@ -92,14 +98,16 @@ def read_beside(
     N: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What is added to a tile's sums for one row of x; read before the sums so as not to wait for it after."""
+    """What is added to a tile's sums for one row of x; read before them so as not to wait for it after."""
     rows = weight_rows(tile, N, BLOCK_N, PAIRED)
     row_mask = rows_exist(tile, N, BLOCK_N, PAIRED)
     addition = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
         addition += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        addition += tl.load(residual_ptr + row * stride_residual + rows, mask=row_mask, other=0.0).to(tl.float32)
+        addition += tl.load(residual_ptr + row * stride_residual + rows, mask=row_mask, other=0.0).to(
+            tl.float32
+        )
     return addition
 
 
@@ -180,7 +188,16 @@ def _gemv_kernel(
         for m in tl.static_range(M):
             additions = additions + (
                 read_beside(
-                    tile, m, bias_ptr, residual_ptr, stride_residual, N, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL
+                    tile,
+                    m,
+                    bias_ptr,
+                    residual_ptr,
+                    stride_residual,
+                    N,
+                    BLOCK_N,
+                    PAIRED,
+                    HAS_BIAS,
+                    HAS_RESIDUAL,
                 ),
             )
             sums = sums + (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)
@@ -217,7 +234,8 @@ def _gemv_kernel(
             squares = new_squares
         best_value, best_index = finish_tile(
             sums, squares, additions, best_value, best_index, tile,
-            scale_ptr, y_ptr, stride_y, eps, x_ptr.dtype.element_ty, M, N, K, KIND, BLOCK_N, PROLOGUE, EPILOGUE,
+            scale_ptr, y_ptr, stride_y, eps, x_ptr.dtype.element_ty,
+            M, N, K, KIND, BLOCK_N, PROLOGUE, EPILOGUE,
         )  # fmt: skip
 
     if EPILOGUE == 2:

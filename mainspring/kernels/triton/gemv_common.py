@@ -1,8 +1,9 @@
 """What the skinny matrix products share: the weight operand, the PDL switch and the operation they compute.
 
-A *skinny* product is ``y[M, N] = x[M, K] @ W[N, K]^T`` with so few rows ``M`` that the time is the time it takes to
-read ``W``. Programmatic dependent launch (PDL) lets such a kernel start while the one before it still runs; it may
-then load weights, which nobody changes, but must wait before it reads an activation or writes anything.
+A *skinny* product is ``y[M, N] = x[M, K] @ W[N, K]^T`` with so few rows ``M`` that the time is the time it
+takes to read ``W``. Programmatic dependent launch (PDL) lets such a kernel start while the one before it
+still runs; it may then load weights, which nobody changes, but must wait before it reads an activation or
+writes anything.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ class WeightKind(IntEnum):
     DENSE = 0
     """One element a weight: bf16, fp16 or fp32."""
     ROW_SCALED = 1
-    """One 8-bit element a weight (fp8 e4m3 or int8) and one fp32 factor a row, applied to the finished sum."""
+    """One 8-bit element a weight (fp8 e4m3 or int8) and one fp32 factor a row, applied to the finished sum.
+    """
 
 
 @dataclass(frozen=True)
 class WeightOperand:
     """A weight as a kernel reads it.
 
-    Kernels fetch the stored tile before the wait (``load_tile``) and decode it where it is used (``decode_tile``), so a
-    packed kind travels packed and a new kind needs a branch in those two functions only.
+    Kernels fetch the stored tile before the wait (``load_tile``) and decode it where it is used
+    (``decode_tile``), so a packed kind travels packed and a new kind needs a branch in those two functions
+    only.
 
     Args:
         kind: how the bytes are to be read.
@@ -72,7 +75,7 @@ class WeightOperand:
         """Check that tensor and scales fit the kind."""
         if self.tensor.dim() != 2 or self.tensor.stride(1) != 1:
             raise ValueError(
-                f"a weight must be [N, K] with contiguous rows, got shape {tuple(self.tensor.shape)} and strides "
+                f"a weight must be [N, K] with contiguous rows, got {tuple(self.tensor.shape)} and strides "
                 f"{self.tensor.stride()}; call .contiguous() first"
             )
         if self.kind == WeightKind.DENSE:
@@ -143,9 +146,15 @@ def interpreting() -> bool:
 
 
 def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int, pdl: bool,
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    *,
+    warps: int,
+    pdl: bool,
     compile_only: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Start ``programs`` programs of a Triton or Gluon kernel, or only compile it."""
     options: dict[str, Any] = {"num_warps": warps, **constants}
     if pdl:
@@ -190,7 +199,9 @@ def decode_tile(stored, KIND: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def scale_rows(total, scale_ptr, rows, row_mask, KIND: tl.constexpr):
-    """Apply what a kind leaves for the finished sums; ``rows`` are the rows of W along the last axis of ``total``."""
+    """Apply what a kind leaves for the finished sums; ``rows`` are the rows of W along the last axis of
+    ``total``.
+    """
     if KIND == 1:
         return total * tl.load(scale_ptr + rows, mask=row_mask, other=0.0)
     else:

@@ -1,11 +1,16 @@
-"""Skinny matrix product on the matrix units with the weights straight from memory into their registers (Gluon).
+"""Skinny matrix product on the matrix units with the weights straight from memory into their registers
+(Gluon).
 
-For 1 to 16 rows of bf16 or fp16. Triton would carry each weight tile through shared memory to reach the layout that
-the matrix units want. Here W is loaded in that layout: the sum over K may be taken in any order, so lanes hold runs of
-8 neighbouring elements (16 bytes) of both operands and the instruction's K indices are matched run by run. Each warp
-owns a slice of K (``split_k`` warps) of all the tile's rows; the slices meet once, through shared memory, at the end.
-What remains after the wait is to read x, multiply, and that one exchange.
+For 1 to 16 rows of bf16 or fp16. Triton would carry each weight tile through shared memory to reach the
+layout that the matrix units want. Here W is loaded in that layout: the sum over K may be taken in any
+order, so lanes hold runs of 8 neighbouring elements (16 bytes) of both operands and the instruction's K
+indices are matched run by run. Each warp owns a slice of K (``split_k`` warps) of all the tile's rows; the
+slices meet once, through shared memory, at the end. What remains after the wait is to read x, multiply, and
+that one exchange.
 """
+
+# Inside of kernels a name may hold tuples of any length.
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -20,6 +25,26 @@ from mainspring.kernels.triton.gemv_common import Prologue, launch
 from mainspring.kernels.triton.gemv_plan import LaunchPlan
 
 
+@gluon.constexpr_function
+def next_power(value):
+    """The least power of two that is not below ``value``."""
+    return 1 << (value - 1).bit_length()
+
+
+REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def as_chunks(room, SPLIT_K: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Shared memory [LENGTH] seen as [LENGTH / BLOCK_K, SPLIT_K, 1, BLOCK_K / SPLIT_K]."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    shape: gl.constexpr = [room.shape[0] // BLOCK_K, SPLIT_K, 1, BLOCK_K // SPLIT_K]
+    if REINTERPRET_IS_PUBLIC:
+        return room.reinterpret(room.dtype, shape, layout)
+    else:
+        return room._reinterpret(room.dtype, shape, layout)
+
+
 @gluon.jit
 def silu(v):
     """v * sigmoid(v), fp32."""
@@ -28,7 +53,9 @@ def silu(v):
 
 @gluon.jit
 def tile_rows(tile, local, N: gl.constexpr, BLOCK_N: gl.constexpr, PAIRED: gl.constexpr):
-    """Rows of W for the places ``local`` of a tile: consecutive ones, or alternately a gate row and its up row."""
+    """Rows of W for the places ``local`` of a tile: consecutive ones, or alternately a gate row and its up
+    row.
+    """
     if PAIRED:
         return tile * (BLOCK_N // 2) + local // 2 + (local % 2) * (N // 2)
     else:
@@ -70,7 +97,9 @@ def read_gain(
     norm_ptr, k0, layout: gl.constexpr, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
     PROLOGUE: gl.constexpr,
 ):  # fmt: skip
-    """RMSNorm's weight for a chunk, [SPLIT_K, 1, BLOCK_K / SPLIT_K]; it never changes, so it may be read early."""
+    """RMSNorm's weight for a chunk, [SPLIT_K, 1, BLOCK_K / SPLIT_K]; it never changes, so it may be read
+    early.
+    """
     SLICE: gl.constexpr = BLOCK_K // SPLIT_K
     part = gl.arange(0, SPLIT_K, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     inside = gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
@@ -108,21 +137,33 @@ def read_x(
 
 
 @gluon.jit
+def read_flat(pointer, layout: gl.constexpr, K: gl.constexpr, LENGTH: gl.constexpr):
+    """K elements as [LENGTH], zeros behind them."""
+    columns = gl.arange(0, LENGTH, layout=layout)
+    return gl.load(pointer + columns, mask=columns < K, other=0.0)
+
+
+@gluon.jit
 def stage_x(
-    staged, x_ptr, gains, stride_x, eps, layout: gl.constexpr,
-    M: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
-    CHUNKS: gl.constexpr, PROLOGUE: gl.constexpr,
+    staged, x_ptr, gain, eps, layout: gl.constexpr,
+    K: gl.constexpr, LENGTH: gl.constexpr, PROLOGUE: gl.constexpr,
 ):  # fmt: skip
-    """Put all of the prepared x into shared memory, each element touched by one thread; RMSNorm's factor of a row."""
-    squares = gl.zeros([SPLIT_K, ROWS, BLOCK_K // SPLIT_K], gl.float32, layout)
-    for c in gl.static_range(CHUNKS):
-        x, chunk_squares = read_x(
-            x_ptr, gains[c], c * BLOCK_K, stride_x, layout, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
-        )
-        staged.index(c).store(x)
-        if PROLOGUE == 1:
-            squares += chunk_squares
-    return 1.0 / gl.sqrt(gl.sum(gl.sum(squares, axis=2), axis=0) / K + eps)
+    """Put the one row of x, prepared, into shared memory [LENGTH]; returns RMSNorm's factor (1 without the
+    norm).
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    x = read_flat(x_ptr, layout, K, LENGTH)
+    scale = 1.0
+    if PROLOGUE == 1:
+        wide = x.to(gl.float32)
+        staged.store((wide * gain.to(gl.float32)).to(dtype))
+        scale = 1.0 / gl.sqrt(gl.sum(wide * wide, axis=0) / K + eps)
+    elif PROLOGUE == 2:
+        up = read_flat(x_ptr + K, layout, K, LENGTH).to(gl.float32)
+        staged.store((silu(x.to(gl.float32)) * up).to(dtype))
+    else:
+        staged.store(x)
+    return scale
 
 
 @gluon.jit
@@ -131,7 +172,9 @@ def read_beside(
     M: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, PADDED: gl.constexpr, BLOCK_N: gl.constexpr,
     PAIRED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """What a tile's sums are multiplied with and what is added to them; read before the sums so as not to wait after."""
+    """What a tile's sums are multiplied with and what is added to them; read before the sums so as not to
+    wait after.
+    """
     layout: gl.constexpr = gl.SliceLayout(0, gather)
     batch = gl.arange(0, PADDED, layout=gl.SliceLayout(1, layout))[:, None]
     local = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
@@ -154,7 +197,7 @@ def finish_tile(
     acc, scale, factor, addition, best_value, best_index, tile, gather: gl.constexpr,
     y_ptr, stride_y, out_type: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, PADDED: gl.constexpr,
-    BLOCK_N: gl.constexpr, PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGED: gl.constexpr, PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Add up the warps' slices of a tile and store them, or keep the best of each row of x."""
     PAIRED: gl.constexpr = EPILOGUE == 1
@@ -165,14 +208,18 @@ def finish_tile(
     rows = tile_rows(tile, local, N, BLOCK_N, PAIRED)
     exists = tile_rows_exist(tile, local, N, BLOCK_N, PAIRED)
     if PROLOGUE == 1:
-        total = total * gl.convert_layout(scale, gl.SliceLayout(1, layout))[:, None]
+        if not STAGED:
+            scale = gl.convert_layout(scale, gl.SliceLayout(1, layout))[:, None]
+        total = total * scale
     total = total * factor + addition
     if EPILOGUE == 1:
         gate, up = gl.split(gl.reshape(total, [PADDED, BLOCK_N // 2, 2]))
         out = silu(gate) * up
         half: gl.constexpr = out.type.layout
         batch2 = gl.arange(0, PADDED, layout=gl.SliceLayout(1, half))[:, None]
-        outputs = (tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, half)))[None, :]
+        outputs = (tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, half)))[
+            None, :
+        ]
         keep = (batch2 < M) & (outputs < N // 2)
         gl.store(y_ptr + batch2 * stride_y + outputs, out.to(out_type), mask=keep)
         return best_value, best_index
@@ -195,8 +242,8 @@ def _mma_kernel(
     stride_x, stride_w, stride_y, stride_residual, eps,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, PREFETCH: gl.constexpr, PROGRAMS: gl.constexpr,
-    SPLIT_K: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr, PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    SPLIT_K: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr,
+    PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     EVICT: gl.constexpr, PDL: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     PADDED: gl.constexpr = 16
@@ -206,20 +253,19 @@ def _mma_kernel(
     DEPTH: gl.constexpr = PREFETCH if PREFETCH < CHUNKS else CHUNKS
     ROUNDS: gl.constexpr = (TILES + PROGRAMS - 1) // PROGRAMS
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    # One row is read once and repeated: the rows of a product do not mix, so what stands in unused ones is no matter.
+    # One row is read once and repeated: the rows of a product do not mix, so what stands in unused ones is
+    # no matter.
     ROWS: gl.constexpr = 1 if M == 1 else PADDED
     SLICE: gl.constexpr = BLOCK_K // SPLIT_K
     SUMS: gl.constexpr = CHUNKS if CHUNKS < 4 else 4
-    PER_LANE: gl.constexpr = BLOCK_K // WARPS // 32
-    spread: gl.constexpr = gl.BlockedLayout(
-        [1, 1, PER_LANE if PER_LANE < 8 else 8], [1, 1, 32], [SPLIT_K, 1, WARPS // SPLIT_K], [2, 1, 0]
-    )
+    LENGTH: gl.constexpr = BLOCK_K * next_power(CHUNKS)
+    PER_THREAD: gl.constexpr = LENGTH // WARPS // 32
+    flat: gl.constexpr = gl.BlockedLayout([PER_THREAD if PER_THREAD < 8 else 8], [32], [WARPS], [0])
     units: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[SPLIT_K, 1, WARPS // SPLIT_K], instr_shape=[1, 16, 8]
     )
     left: gl.constexpr = gl.DotOperandLayout(0, units, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, units, 8)
-    reading: gl.constexpr = spread if STAGED else left
     # Where the warps' slices meet: all slices of an element in one thread, gate and up side by side.
     ACROSS: gl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
     gather: gl.constexpr = gl.BlockedLayout(
@@ -234,23 +280,36 @@ def _mma_kernel(
     for c in gl.static_range(DEPTH):
         ahead = ahead + (
             fetch_weights(
-                w_ptr, pid, c * BLOCK_K, stride_w, right, N, K, BLOCK_N, BLOCK_K, SPLIT_K, PAIRED, False, EVICT
+                w_ptr,
+                pid,
+                c * BLOCK_K,
+                stride_w,
+                right,
+                N,
+                K,
+                BLOCK_N,
+                BLOCK_K,
+                SPLIT_K,
+                PAIRED,
+                False,
+                EVICT,
             ),
         )
-    gains = ()
-    if STAGED:
-        for c in gl.static_range(CHUNKS):
-            gains = gains + (read_gain(norm_ptr, c * BLOCK_K, spread, K, BLOCK_K, SPLIT_K, PROLOGUE),)
+    gain = 0
+    if STAGED and PROLOGUE == 1:
+        gain = read_flat(norm_ptr, flat, K, LENGTH)
     if PDL:
         gdc_launch_dependents()
         if WAIT:
             gdc_wait()
 
-    scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, gl.SliceLayout(2, reading)))
     if STAGED:
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        staged = gl.allocate_shared_memory(dtype, [CHUNKS, SPLIT_K, ROWS, SLICE], flat)
-        scale = stage_x(staged, x_ptr, gains, stride_x, eps, spread, M, K, ROWS, BLOCK_K, SPLIT_K, CHUNKS, PROLOGUE)
+        # All of x goes to shared memory once, spread over the program's threads, and the norm is taken on
+        # the way.
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        room = gl.allocate_shared_memory(dtype, [LENGTH], plain)
+        row_scale = stage_x(room, x_ptr, gain, eps, flat, K, LENGTH, PROLOGUE)
+        staged = as_chunks(room, SPLIT_K, BLOCK_K)
 
     best_value = gl.full([PADDED], float("-inf"), gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, gather)))
     best_index = gl.full([PADDED], 0x7FFFFFFF, gl.int32, gl.SliceLayout(1, gl.SliceLayout(0, gather)))
@@ -261,7 +320,7 @@ def _mma_kernel(
             M, N, KIND, PADDED, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
         sums = ()
-        for c in gl.static_range(SUMS):
+        for _c in gl.static_range(SUMS):
             sums = sums + (gl.zeros([SPLIT_K, PADDED, BLOCK_N], gl.float32, units),)
         squares = gl.zeros([SPLIT_K, ROWS], gl.float32, gl.SliceLayout(2, left))
         for c in gl.static_range(CHUNKS):
@@ -282,9 +341,9 @@ def _mma_kernel(
             if STAGED:
                 x = staged.index(c).load(left)
             else:
-                gain = read_gain(norm_ptr, c * BLOCK_K, left, K, BLOCK_K, SPLIT_K, PROLOGUE)
+                chunk_gain = read_gain(norm_ptr, c * BLOCK_K, left, K, BLOCK_K, SPLIT_K, PROLOGUE)
                 x, chunk_squares = read_x(
-                    x_ptr, gain, c * BLOCK_K, stride_x, left, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
+                    x_ptr, chunk_gain, c * BLOCK_K, stride_x, left, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
                 )
                 if PROLOGUE == 1:
                     squares += gl.sum(chunk_squares, axis=2)
@@ -297,11 +356,13 @@ def _mma_kernel(
         acc = sums[0]
         for c in gl.static_range(1, SUMS):
             acc += sums[c]
-        if PROLOGUE == 1 and not STAGED:
+        if STAGED:  # noqa: SIM108 - one branch only exists
+            scale = row_scale
+        else:
             scale = 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)
         best_value, best_index = finish_tile(
             acc, scale, factor, addition, best_value, best_index, tile, gather,
-            y_ptr, stride_y, dtype, M, N, PADDED, BLOCK_N, PROLOGUE, EPILOGUE,
+            y_ptr, stride_y, dtype, M, N, PADDED, BLOCK_N, STAGED, PROLOGUE, EPILOGUE,
         )  # fmt: skip
 
     if EPILOGUE == 2:

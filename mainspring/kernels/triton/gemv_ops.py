@@ -58,7 +58,8 @@ def reference_matmul(
 ) -> torch.Tensor:
     """What ``skinny_matmul`` computes, in ``dtype`` throughout (fp64 is the specification).
 
-    Returns [M, N], [M, N / 2] for ``SWIGLU``, or the indices [M] int64 for ``ARGMAX`` (without rounding the values).
+    Returns [M, N], [M, N / 2] for ``SWIGLU``, or the indices [M] int64 for ``ARGMAX`` (without rounding the
+    values).
     """
     value = x.to(dtype)
     if prologue == Prologue.NORM:
@@ -81,17 +82,20 @@ def reference_matmul(
     return out
 
 
-def check_mma(x: torch.Tensor, tile: Tile) -> None:
+def check_units(x: torch.Tensor, tile: Tile) -> None:
     """Refuse what the Gluon kernels cannot do, in time to say why."""
     if x.device.type != "cuda" or interpreting():
         raise ValueError(f"the {tile.kernel} kernel runs on CUDA devices only; use vector or dot")
     if x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"the {tile.kernel} kernel multiplies bfloat16 and float16, got {x.dtype}; use vector")
-    across = tile.warps // tile.split_k
-    if across < 1 or tile.block_n < 8 * across or tile.block_k < 32 * max(tile.split_k, tile.warps):
         raise ValueError(
-            f"the {tile.kernel} kernel needs split_k <= warps, block_n >= 8 * warps / split_k and block_k >= 32 * warps,"
-            f" got {tile.short()}"
+            f"the {tile.kernel} kernel multiplies bfloat16 and float16, got {x.dtype}; use vector"
+        )
+    across = tile.warps // tile.split_k
+    least = max(32 * tile.warps, (32 if tile.kernel == "mma" else 64) * tile.split_k)
+    if across < 1 or tile.block_n < 8 * across or tile.block_k < least:
+        raise ValueError(
+            f"the {tile.kernel} kernel needs split_k <= warps, block_n >= 8 * warps / split_k and "
+            f"block_k >= {least}, got {tile.short()}"
         )
 
 
@@ -116,20 +120,26 @@ def make_plan(
     rows, k = x.shape[0], weight.columns
     wanted = 2 * k if prologue == Prologue.SILU else k
     if x.dim() != 2 or x.shape[1] != wanted or x.stride(1) != 1:
-        raise ValueError(f"x must be [M, {wanted}] with contiguous rows, got {tuple(x.shape)} strides {x.stride()}")
+        raise ValueError(
+            f"x must be [M, {wanted}] with contiguous rows, got {tuple(x.shape)} strides {x.stride()}"
+        )
     if weight.kind == WeightKind.DENSE and weight.tensor.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} and the dense weight {weight.tensor.dtype}; they must agree")
     limit = ROW_LIMITS[tile.kernel]
     if not 1 <= rows <= limit:
         raise ValueError(f"{rows} rows, but the {tile.kernel} kernel takes 1 to {limit}; use another kernel")
     if epilogue == Epilogue.SWIGLU and (weight.rows % 2 or tile.block_n < 2):
-        raise ValueError(f"SWIGLU needs an even N and block_n >= 2, got N={weight.rows}, block_n={tile.block_n}")
+        raise ValueError(
+            f"SWIGLU needs an even N and block_n >= 2, got N={weight.rows}, block_n={tile.block_n}"
+        )
     if residual is not None and epilogue != Epilogue.PLAIN:
         raise ValueError("a residual can be added by the PLAIN epilogue only")
     if tile.kernel == "dot" and (tile.block_n < 16 or tile.block_k // tile.split_k < 16):
-        raise ValueError(f"the dot kernel needs block_n >= 16 and block_k / split_k >= 16, got {tile.short()}")
-    if tile.kernel == "mma":
-        check_mma(x, tile)
+        raise ValueError(
+            f"the dot kernel needs block_n >= 16 and block_k / split_k >= 16, got {tile.short()}"
+        )
+    if tile.kernel in ("mma", "ring"):
+        check_units(x, tile)
     supported = pdl_supported(x.device)
     return LaunchPlan(
         rows=rows,
@@ -157,6 +167,10 @@ def _launcher(kernel: str) -> Launch:
         from mainspring.kernels.triton.gemv_mma import launch_mma
 
         return launch_mma
+    if kernel == "ring":
+        from mainspring.kernels.triton.gemv_ring import launch_ring
+
+        return launch_ring
     raise ValueError(f"no Triton kernel is called {kernel!r}")
 
 
@@ -215,7 +229,12 @@ def skinny_matmul(
         x if residual is None else residual,
         x if norm_weight is None else norm_weight,
     )
-    strides = (x.stride(0), weight.tensor.stride(0), out.stride(0), 0 if residual is None else residual.stride(0))
+    strides = (
+        x.stride(0),
+        weight.tensor.stride(0),
+        out.stride(0),
+        0 if residual is None else residual.stride(0),
+    )
     _launcher(tile.kernel)(plan, (*pointers, *strides, eps))
     return out
 
@@ -255,7 +274,8 @@ def reduce_argmax(
     """The second stage of ``head_argmax``: out[m] = the index of the greatest of ``values[m, :slots]``.
 
     Args:
-        values: [M, >= slots] fp32, and ``indices`` of the same strides, int32; of equal values the least index wins.
+        values: [M, >= slots] fp32, and ``indices`` of the same strides, int32; of equal values the least
+            index wins.
         slots: pairs that count.
         out: [M] int32.
         pdl: programmatic dependent launch.
@@ -291,8 +311,8 @@ def head_argmax(
 ) -> torch.Tensor:
     """Index of the greatest element of each row of ``prologue(x) @ W^T``; the product is never stored.
 
-    Values are rounded to x's dtype before they are compared, and of equal ones the first wins, so the answer is that of
-    ``argmax`` over stored logits with the same sums.
+    Values are rounded to x's dtype before they are compared, and of equal ones the first wins, so the
+    answer is that of ``argmax`` over stored logits with the same sums.
 
     Args:
         out: [M] int32 to write into.
@@ -316,7 +336,9 @@ def head_argmax(
         )
     values, indices = workspace
     if values.shape[1] < slots or values.stride() != indices.stride():
-        raise ValueError(f"the workspace has {values.shape[1]} slots a row, the tile {tile.short()} needs {slots}")
+        raise ValueError(
+            f"the workspace has {values.shape[1]} slots a row, the tile {tile.short()} needs {slots}"
+        )
     pointers = (
         x,
         weight.tensor,

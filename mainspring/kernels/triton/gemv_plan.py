@@ -15,18 +15,21 @@ class Tile:
     """The tunable part of a skinny product.
 
     Args:
-        kernel: ``vector`` (multiply-add, up to 8 rows), ``dot`` (``tl.dot``, up to 64 rows), ``mma`` (Gluon, weights in
-            registers), ``ring`` (Gluon, weights in shared memory) or ``library`` (``torch``).
+        kernel: ``vector`` (multiply-add, up to 8 rows), ``dot`` (``tl.dot``, up to 64 rows), ``mma``
+            (Gluon, weights in registers), ``ring`` (Gluon, weights in shared memory) or ``library``
+            (``torch``).
         block_n: rows of W a tile holds, a power of two.
         block_k: elements of K a chunk holds, a power of two.
         warps: warps of a program.
         prefetch: chunks fetched before the wait, and kept in flight after it.
         per_sm: programs for each multiprocessor, each taking several tiles; 0 is one program a tile.
-        inner: ``vector``: add up each thread's 8 products first, for an accumulator an eighth as large. ``mma``:
-            with one row, spread x over the program's threads and pass it through shared memory.
+        inner: ``vector``: add up each thread's 8 products first, for an accumulator an eighth as large.
+            ``mma``: with one row, spread x over the program's threads and pass it through shared memory.
         evict: L2 eviction policy of the weight loads, "" or "evict_first".
-        split_k: ``dot`` and ``mma``: slices of a chunk's K that are summed at the end, one for each group of warps.
-        stages: ``dot``: depth of the software pipeline behind the prefetch.
+        split_k: ``dot`` and ``mma``: slices of a chunk's K that are summed at the end, one for each group
+            of warps.
+        stages: ``dot``: depth of the software pipeline behind the prefetch. ``ring``: chunks under way at a
+            time.
     """
 
     kernel: str = "vector"
@@ -71,8 +74,8 @@ class Tile:
         text = f"{self.kernel} n{self.block_n} k{self.block_k} w{self.warps} p{self.prefetch}"
         text += f" x{self.per_sm}" if self.per_sm else ""
         text += f" s{self.split_k}" if self.split_k > 1 else ""
-        text += f" st{self.stages}" if self.kernel == "dot" else ""
-        text += "" if self.inner or self.kernel == "dot" else " flat"
+        text += f" st{self.stages}" if self.kernel in ("dot", "ring") else ""
+        text += "" if self.inner or self.kernel in ("dot", "ring") else " flat"
         return text + (" keep" if not self.evict else "")
 
 

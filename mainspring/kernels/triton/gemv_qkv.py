@@ -1,4 +1,6 @@
-"""What stands between the QKV product and attention, in one launch: head norm, rotation and the write to the KV cache."""
+"""What stands between the QKV product and attention, in one launch: head norm, rotation and the write to
+the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,23 @@ from mainspring.kernels.triton.gemv_common import launch, pdl_launch_dependents,
 
 @triton.jit
 def norm_and_rotate(
-    first, second, gain_first, gain_second, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
+    first,
+    second,
+    gain_first,
+    gain_second,
+    cos,
+    sin,
+    eps,
+    D: tl.constexpr,
+    NORM: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """Halves of heads, [H, D / 2] fp32 each, normalised over D (where NORM) and rotated; rounded as separate steps are.
+    """Halves of heads, [H, D / 2] fp32 each, normalised over D (where NORM) and rotated; rounded as
+    separate steps are.
 
-    ``gain_*`` are the head norm's weight, [1, D / 2]; ``cos`` and ``sin`` are [1, D / 2] fp32. ``dtype`` is the model's:
-    the norm's result is rounded to it before the rotation, as it is when the two are separate operations.
+    ``gain_*`` are the head norm's weight, [1, D / 2]; ``cos`` and ``sin`` are [1, D / 2] fp32. ``dtype`` is
+    the model's: the norm's result is rounded to it before the rotation, as it is when the two are separate
+    operations.
     """
     if NORM:
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
@@ -133,7 +146,8 @@ def qk_norm_rope_write(
     pdl: bool | None = None,
     wait: bool = True,
 ) -> torch.Tensor:
-    """Normalise the heads of q and k (where weights are given), rotate them, write k and v to the cache; returns q.
+    """Normalise the heads of q and k (where weights are given), rotate them, write k and v to the cache;
+    returns q.
 
     Args:
         qkv: [T, (heads + 2 * kv_heads) * D], rows contiguous.
@@ -156,7 +170,9 @@ def qk_norm_rope_write(
     kv_heads, d = k_cache.shape[-2:]
     tokens = qkv.shape[0]
     if qkv.shape != (tokens, (heads + 2 * kv_heads) * d) or qkv.stride(1) != 1:
-        raise ValueError(f"qkv must be [T, {(heads + 2 * kv_heads) * d}] with contiguous rows, got {qkv.shape}")
+        raise ValueError(
+            f"qkv must be [T, {(heads + 2 * kv_heads) * d}] with contiguous rows, got {qkv.shape}"
+        )
     if (q_norm_weight is None) != (k_norm_weight is None):
         raise ValueError("give both q_norm_weight and k_norm_weight, or neither")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or v_cache.shape != k_cache.shape:
@@ -172,8 +188,8 @@ def qk_norm_rope_write(
         _qk_norm_rope_write_kernel, tokens * blocks,
         (qkv, out, k_cache, v_cache, cos_sin, positions, slots, *gains,
          qkv.stride(0), out.stride(0), kv_heads * d, eps),
-        {"HEADS": heads, "KV_HEADS": kv_heads, "D": d, "HALF": triton.next_power_of_2(d // 2), "BLOCK_H": block_h,
-         "NORM": q_norm_weight is not None, "PDL": use_pdl, "WAIT": wait},
+        {"HEADS": heads, "KV_HEADS": kv_heads, "D": d, "HALF": triton.next_power_of_2(d // 2),
+         "BLOCK_H": block_h, "NORM": q_norm_weight is not None, "PDL": use_pdl, "WAIT": wait},
         warps=1, pdl=use_pdl,
     )  # fmt: skip
     return out

@@ -1,6 +1,7 @@
 """Which tile to use: from a table measured on this kind of GPU, or else by rule.
 
-``benchmarks/sweep_gemv.py --save`` writes the tables, one file a kind of GPU, into ``mainspring/kernels/tables``.
+``benchmarks/sweep_gemv.py --save`` writes the tables, one file a kind of GPU, into
+``mainspring/kernels/tables``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def read_table(path: Path) -> tuple[Entry, ...]:
     try:
         return tuple(Entry.from_dict(values) for values in json.loads(path.read_text())["entries"])
     except (KeyError, TypeError, ValueError) as problem:
-        raise ValueError(f"{path} is no table of tiles ({problem!r}); delete it or measure it again") from problem
+        raise ValueError(
+            f"{path} is no table of tiles ({problem!r}); delete it or measure it again"
+        ) from problem
 
 
 def write_table(path: Path, remarks: dict[str, Any], entries: Iterable[dict[str, Any]]) -> int:
@@ -113,7 +116,8 @@ def choose_tile(
 ) -> Tile:
     """The measured tile for a product, or the one by rule where none was measured.
 
-    Of the measured numbers of rows the least that is not below ``rows`` counts. ``table`` is this device's when None.
+    Of the measured numbers of rows the least that is not below ``rows`` counts. ``table`` is this device's
+    when None.
     """
     on_gpu = device.type == "cuda" and not interpreting()
     if table is None:
@@ -126,4 +130,6 @@ def choose_tile(
     ]
     if fitting:
         return min(fitting, key=lambda entry: entry.rows).tile
-    return default_tile(n, k, rows, dtype, matrix_units=on_gpu and torch.cuda.get_device_capability(device) >= (8, 0))
+    return default_tile(
+        n, k, rows, dtype, matrix_units=on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+    )

@@ -1,9 +1,12 @@
 """Skinny matrix product on the matrix units, for 1 to 64 rows of bf16, fp16 or (exactly) fp32.
 
-Rows of x are padded to 16 for the matrix units. The first ``prefetch`` chunks of W are in registers before the wait;
-the rest go through Triton's software pipeline, which starts after it. ``split_k`` slices of each chunk are separate
-products (a batched ``tl.dot``), so that several warps share a tile of few rows.
+Rows of x are padded to 16 for the matrix units. The first ``prefetch`` chunks of W are in registers before
+the wait; the rest go through Triton's software pipeline, which starts after it. ``split_k`` slices of each
+chunk are separate products (a batched ``tl.dot``), so that several warps share a tile of few rows.
 """
+
+# Inside of kernels a name may hold tuples of any length.
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def read_rows(
     x_ptr, norm_ptr, k0, stride_x,
     M: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, BLOCK_K: tl.constexpr, PROLOGUE: tl.constexpr,
 ):  # fmt: skip
-    """A [PADDED, BLOCK_K] chunk of the prepared input in x's dtype, and its squares before RMSNorm's weight."""
+    """A [PADDED, BLOCK_K] chunk of the prepared input in x's dtype, and RMSNorm's sums of squares."""
     rows = tl.arange(0, PADDED)[:, None]
     columns = k0 + tl.arange(0, BLOCK_K)[None, :]
     mask = (rows < M) & (columns < K)
@@ -100,8 +103,12 @@ def _skinny_kernel(
         acc = multiply(decode_tile(ahead[c], KIND, dtype), x, acc, BLOCK_N, BLOCK_K, PADDED, SPLIT_K, WIDEN)
     if DEPTH < CHUNKS:
         for c in tl.range(DEPTH, CHUNKS, num_stages=STAGES):
-            stored = fetch_chunk(w_ptr, tile, c * BLOCK_K, stride_w, N, K, BLOCK_N, BLOCK_K, PAIRED, False, EVICT)
-            x, chunk_squares = read_rows(x_ptr, norm_ptr, c * BLOCK_K, stride_x, M, K, PADDED, BLOCK_K, PROLOGUE)
+            stored = fetch_chunk(
+                w_ptr, tile, c * BLOCK_K, stride_w, N, K, BLOCK_N, BLOCK_K, PAIRED, False, EVICT
+            )
+            x, chunk_squares = read_rows(
+                x_ptr, norm_ptr, c * BLOCK_K, stride_x, M, K, PADDED, BLOCK_K, PROLOGUE
+            )
             squares += chunk_squares
             acc = multiply(decode_tile(stored, KIND, dtype), x, acc, BLOCK_N, BLOCK_K, PADDED, SPLIT_K, WIDEN)
     total = acc if SPLIT_K == 1 else tl.sum(acc, axis=0)

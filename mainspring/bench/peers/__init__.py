@@ -1,0 +1,1 @@
+"""Other engines, asked the same: same shapes, same prompts, same figures."""
