@@ -166,10 +166,15 @@ class LLM:
         finally:
             self.core.abort(answer)
 
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The model's own defaults that are in force, as keyword arguments for ``SamplingParams``."""
+        return dict(self.core.sampling_defaults)
+
     def default_params(self) -> SamplingParams:
         """What a request without parameters runs with: the model's ``generation_config.json``, unless the engine was
         made with ``generation_config="vllm"``, and else the defaults of ``SamplingParams``."""
-        return SamplingParams(**self.core.sampling_defaults)
+        return SamplingParams(**self.sampling_defaults)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """``default_params`` under vLLM's name."""

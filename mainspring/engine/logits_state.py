@@ -214,7 +214,8 @@ class LogitsState:
         """
         tensors = self._tensors
         if self.active & Asks.PENALTIES:
-            tensors["seen"].view(-1).index_add_(0, seats * self.vocab_size + tokens, 2 * runs.to(torch.int32))
+            counted = runs & self.asking(Asks.PENALTIES, seats)
+            tensors["seen"].view(-1).index_add_(0, seats * self.vocab_size + tokens, 2 * counted.to(torch.int32))
         if self.active & Asks.BAD_WORDS:
             before = tensors["recent"][seats]
             after = torch.cat((before[:, 1:], tokens.to(torch.int32).unsqueeze(1)), dim=1)
