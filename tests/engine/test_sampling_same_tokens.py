@@ -155,7 +155,8 @@ def check_every_rung(llm: LLM) -> None:
     names += ["seats", "token_ring", "logits"]
     assert len(names) == 10
     for size in runner.limits.ladder.sizes:
-        rows = random.Random(size).sample(range(runner.limits.max_num_seqs), max(1, size - 1))
+        below = max((rung for rung in runner.limits.ladder.sizes if rung < size), default=0)
+        rows = random.Random(size).sample(range(runner.limits.max_num_seqs), below + 1)
         results = []
         for eager in (False, True):
             seat_requests(runner, seed=size)
