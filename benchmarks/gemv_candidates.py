@@ -59,11 +59,7 @@ def dot_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
                         each = block_n * block_k * prefetch // (32 * warps)
                         if block_k > k or not 16 <= each <= 128 or split * (block_n // 16) > 2 * warps:
                             continue
-                        waste = (
-                            abs(each - 48) / 48
-                            + 0.5 * (n // block_n < 128)
-                            + 0.2 * (split == 1) * (block_n == 16)
-                        )
+                        waste = abs(each - 48) / 48 + 0.5 * (n // block_n < 128) + 0.2 * (split == 1) * (block_n == 16)
                         choices.append((waste, Tile("dot", block_n, block_k, warps, prefetch, split_k=split)))
     choices.sort(key=lambda pair: pair[0])
     for _, tile in choices[:most]:
@@ -83,12 +79,7 @@ def mma_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
             for warps in (2, 4, 8, 16):
                 for split in (warps, warps // 2, warps // 4):
                     for prefetch in sorted({1, 2, 4, chunks}):
-                        if (
-                            split < 1
-                            or prefetch > chunks
-                            or block_n < 8 * (warps // split)
-                            or block_k < 32 * warps
-                        ):
+                        if split < 1 or prefetch > chunks or block_n < 8 * (warps // split) or block_k < 32 * warps:
                             continue
                         registers = block_n * block_k * prefetch // (64 * warps)
                         if not 8 <= registers <= 96:
@@ -128,18 +119,14 @@ def ring_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
                 if chunks <= 4 and chunks * chunk <= 65536:
                     programs = n / block_n / 132
                     waste = 1 - programs / -(-programs // 1) + abs(chunks * chunk / 32768 - 1) / 4
-                    choices.append(
-                        (waste, Tile("ring", block_n, block_k, warps, stages=chunks, split_k=warps))
-                    )
+                    choices.append((waste, Tile("ring", block_n, block_k, warps, stages=chunks, split_k=warps)))
                 for per_sm, room in ((1, 98304), (2, 98304), (1, 196608), (2, 196608), (3, 196608)):
                     turns = n / block_n / (132 * per_sm)
                     stages = room // per_sm // chunk
                     if turns < 1.5 or not 2 <= stages <= 12:
                         continue
                     waste = 0.1 + 1 - turns / -(-turns // 1) + abs(stages - 6) / 12 + 0.1 * abs(per_sm - 2)
-                    tile = Tile(
-                        "ring", block_n, block_k, warps, per_sm=per_sm, stages=min(stages, 8), split_k=warps
-                    )
+                    tile = Tile("ring", block_n, block_k, warps, per_sm=per_sm, stages=min(stages, 8), split_k=warps)
                     choices.append((waste, tile))
     choices.sort(key=lambda pair: pair[0])
     for _, tile in choices[:most]:

@@ -39,9 +39,7 @@ def compile_job(job: Job) -> str:
     try:
         device, dtype = torch.device("cuda"), torch.bfloat16
         weight = WeightOperand.dense(torch.empty((job.n, job.k), device=device, dtype=dtype))
-        x = torch.empty(
-            (job.rows, job.k * (2 if job.prologue == Prologue.SILU else 1)), device=device, dtype=dtype
-        )
+        x = torch.empty((job.rows, job.k * (2 if job.prologue == Prologue.SILU else 1)), device=device, dtype=dtype)
         norm = torch.empty(job.k, device=device, dtype=dtype)
         common: dict[str, Any] = {
             "norm_weight": norm,
@@ -83,9 +81,7 @@ class Compilers:
         done, late = wait(futures, timeout=max(1.0, seconds))
         for future in late:
             future.cancel()
-        results = {
-            futures[future]: future.result() if not future.exception() else "worker died" for future in done
-        }
+        results = {futures[future]: future.result() if not future.exception() else "worker died" for future in done}
         return {job: problem for job, problem in results.items() if problem}
 
     def close(self) -> None:

@@ -128,9 +128,7 @@ class Sweep:
             except Exception as problem:
                 self.failures.append(f"{product} {tile.short()}: {str(problem)[-200:]}")
                 if "CUDA error" in str(problem) and "resources" not in str(problem):
-                    print(
-                        f"  {self.failures[-1]}\n  the GPU context is lost: leave that tile out, start again"
-                    )
+                    print(f"  {self.failures[-1]}\n  the GPU context is lost: leave that tile out, start again")
                     raise
         results.sort(key=lambda pair: pair[0])
         nbytes = operands[0].nbytes
@@ -177,10 +175,7 @@ class Sweep:
                 trial = layers({**chosen, product: tile})
                 if trial < record_time:
                     record_time, chosen = trial, {**chosen, product: tile}
-        print(
-            f"  layers alone {record_time:.4f} ms: "
-            + "; ".join(f"{p} {t.short()}" for p, t in chosen.items())
-        )
+        print(f"  layers alone {record_time:.4f} ms: " + "; ".join(f"{p} {t.short()}" for p, t in chosen.items()))
         return chosen
 
     def fused_jobs(self, tiles: dict[str, Tile]) -> list[Job]:
@@ -214,9 +209,7 @@ class Sweep:
             beside = torch.randn((rows, columns), device=self.device, dtype=dtype) if residual else None
             out = torch.full((rows, columns), float("nan"), device=self.device, dtype=dtype)
             arguments: dict[str, Any] = {"residual": beside, "norm_weight": norms, "eps": EPS}
-            skinny_matmul(
-                x, weight, tiles[product], out=out, prologue=prologue, epilogue=epilogue, **arguments
-            )
+            skinny_matmul(x, weight, tiles[product], out=out, prologue=prologue, epilogue=epilogue, **arguments)
             wanted = reference_matmul(x, weight, prologue=prologue, epilogue=epilogue, **arguments)
             errors[name] = float((out.double() - wanted).norm() / wanted.norm())
 
@@ -297,10 +290,7 @@ class Sweep:
     def report(self) -> dict[str, Any]:
         """Everything for this model and number of rows, printed as it comes."""
         floor = self.shape.step_bytes / self.bandwidth * 1e3
-        print(
-            f"\n== {self.shape.name}, {self.rows} rows: "
-            f"{self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms"
-        )
+        print(f"\n== {self.shape.name}, {self.rows} rows: {self.shape.step_bytes / 1e9:.2f} GB, floor {floor:.3f} ms")
         begin = time.monotonic()
         share = 0.65 * (self.deadline - begin) / 5
         best = {
@@ -317,17 +307,13 @@ class Sweep:
         own = {p: best[p][0] if tile == LIBRARY else tile for p, tile in chosen.items()}
         self.compile(self.fused_jobs(own), 0.5 * (self.deadline - time.monotonic()))
         errors = self.check_fused(own)
-        print(
-            "  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-        )
+        print("  fused, relative error: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
         times = self.variants(chosen, own)
         for failure in self.failures[:6]:
             print("  failed: " + failure.replace("\n", " ")[:160])
         for name, milliseconds in times.items():
             rate = self.shape.step_bytes / milliseconds / 1e9
-            print(
-                f"  {name:34s} {milliseconds:8.4f} ms  {rate:5.2f} TB/s  {milliseconds / floor:5.2f} x floor"
-            )
+            print(f"  {name:34s} {milliseconds:8.4f} ms  {rate:5.2f} TB/s  {milliseconds / floor:5.2f} x floor")
         return {
             "model": self.shape.name,
             "rows": self.rows,
@@ -342,21 +328,13 @@ class Sweep:
 
 def main() -> None:
     """Read the command line, sweep, print, save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", default=["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"], choices=SHAPES
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"], choices=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all")
-    parser.add_argument(
-        "--candidates", type=int, default=24, help="tiles of each kernel to try for a product"
-    )
+    parser.add_argument("--candidates", type=int, default=24, help="tiles of each kernel to try for a product")
     parser.add_argument("--kernels", nargs="+", default=["mma", "ring", "vector", "dot"], choices=CANDIDATES)
-    parser.add_argument(
-        "--save", action="store_true", help="write the table of tiles, into --out and the package"
-    )
+    parser.add_argument("--save", action="store_true", help="write the table of tiles, into --out and the package")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for sweep_gemv.json")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -386,9 +364,7 @@ def main() -> None:
         try:
             weights = StepWeights.draw(SHAPES[name], pool)
             result["sweeps"].append(
-                Sweep(
-                    weights, rows, bandwidth, share, options.candidates, compilers, options.kernels
-                ).report()
+                Sweep(weights, rows, bandwidth, share, options.candidates, compilers, options.kernels).report()
             )
         except Exception:
             print(f"{name}, {rows} rows failed:\n{traceback.format_exc()[-1500:]}")

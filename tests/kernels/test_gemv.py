@@ -81,9 +81,7 @@ def test_fused_product_equals_fp64(tile: Tile, prologue: Prologue, epilogue: Epi
     weight, g = WeightOperand.dense(draw((n, k), dtype, k**-0.5)), draw((k,), dtype)
     columns = n // 2 if epilogue == Epilogue.SWIGLU else n
     whole = poisoned(rows, columns, dtype)
-    skinny_matmul(
-        x, weight, tile, out=whole[:, :columns], norm_weight=g, prologue=prologue, epilogue=epilogue
-    )
+    skinny_matmul(x, weight, tile, out=whole[:, :columns], norm_weight=g, prologue=prologue, epilogue=epilogue)
     wanted = reference_matmul(x, weight, norm_weight=g, prologue=prologue, epilogue=epilogue)
     close(whole[:, :columns], wanted, dtype)
     assert torch.isnan(whole[:, columns:]).all()

@@ -105,9 +105,7 @@ def read_beside(
     if HAS_BIAS:
         addition += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        addition += tl.load(residual_ptr + row * stride_residual + rows, mask=row_mask, other=0.0).to(
-            tl.float32
-        )
+        addition += tl.load(residual_ptr + row * stride_residual + rows, mask=row_mask, other=0.0).to(tl.float32)
     return addition
 
 

@@ -217,9 +217,7 @@ def finish_tile(
         out = silu(gate) * up
         half: gl.constexpr = out.type.layout
         batch2 = gl.arange(0, PADDED, layout=gl.SliceLayout(1, half))[:, None]
-        outputs = (tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, half)))[
-            None, :
-        ]
+        outputs = (tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, half)))[None, :]
         keep = (batch2 < M) & (outputs < N // 2)
         gl.store(y_ptr + batch2 * stride_y + outputs, out.to(out_type), mask=keep)
         return best_value, best_index

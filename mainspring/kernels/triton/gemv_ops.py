@@ -87,9 +87,7 @@ def check_units(x: torch.Tensor, tile: Tile) -> None:
     if x.device.type != "cuda" or interpreting():
         raise ValueError(f"the {tile.kernel} kernel runs on CUDA devices only; use vector or dot")
     if x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"the {tile.kernel} kernel multiplies bfloat16 and float16, got {x.dtype}; use vector"
-        )
+        raise ValueError(f"the {tile.kernel} kernel multiplies bfloat16 and float16, got {x.dtype}; use vector")
     across = tile.warps // tile.split_k
     least = max(32 * tile.warps, (32 if tile.kernel == "mma" else 64) * tile.split_k)
     if across < 1 or tile.block_n < 8 * across or tile.block_k < least:
@@ -120,24 +118,18 @@ def make_plan(
     rows, k = x.shape[0], weight.columns
     wanted = 2 * k if prologue == Prologue.SILU else k
     if x.dim() != 2 or x.shape[1] != wanted or x.stride(1) != 1:
-        raise ValueError(
-            f"x must be [M, {wanted}] with contiguous rows, got {tuple(x.shape)} strides {x.stride()}"
-        )
+        raise ValueError(f"x must be [M, {wanted}] with contiguous rows, got {tuple(x.shape)} strides {x.stride()}")
     if weight.kind == WeightKind.DENSE and weight.tensor.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} and the dense weight {weight.tensor.dtype}; they must agree")
     limit = ROW_LIMITS[tile.kernel]
     if not 1 <= rows <= limit:
         raise ValueError(f"{rows} rows, but the {tile.kernel} kernel takes 1 to {limit}; use another kernel")
     if epilogue == Epilogue.SWIGLU and (weight.rows % 2 or tile.block_n < 2):
-        raise ValueError(
-            f"SWIGLU needs an even N and block_n >= 2, got N={weight.rows}, block_n={tile.block_n}"
-        )
+        raise ValueError(f"SWIGLU needs an even N and block_n >= 2, got N={weight.rows}, block_n={tile.block_n}")
     if residual is not None and epilogue != Epilogue.PLAIN:
         raise ValueError("a residual can be added by the PLAIN epilogue only")
     if tile.kernel == "dot" and (tile.block_n < 16 or tile.block_k // tile.split_k < 16):
-        raise ValueError(
-            f"the dot kernel needs block_n >= 16 and block_k / split_k >= 16, got {tile.short()}"
-        )
+        raise ValueError(f"the dot kernel needs block_n >= 16 and block_k / split_k >= 16, got {tile.short()}")
     if tile.kernel in ("mma", "ring"):
         check_units(x, tile)
     supported = pdl_supported(x.device)
@@ -336,9 +328,7 @@ def head_argmax(
         )
     values, indices = workspace
     if values.shape[1] < slots or values.stride() != indices.stride():
-        raise ValueError(
-            f"the workspace has {values.shape[1]} slots a row, the tile {tile.short()} needs {slots}"
-        )
+        raise ValueError(f"the workspace has {values.shape[1]} slots a row, the tile {tile.short()} needs {slots}")
     pointers = (
         x,
         weight.tensor,

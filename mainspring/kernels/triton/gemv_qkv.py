@@ -170,9 +170,7 @@ def qk_norm_rope_write(
     kv_heads, d = k_cache.shape[-2:]
     tokens = qkv.shape[0]
     if qkv.shape != (tokens, (heads + 2 * kv_heads) * d) or qkv.stride(1) != 1:
-        raise ValueError(
-            f"qkv must be [T, {(heads + 2 * kv_heads) * d}] with contiguous rows, got {qkv.shape}"
-        )
+        raise ValueError(f"qkv must be [T, {(heads + 2 * kv_heads) * d}] with contiguous rows, got {qkv.shape}")
     if (q_norm_weight is None) != (k_norm_weight is None):
         raise ValueError("give both q_norm_weight and k_norm_weight, or neither")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or v_cache.shape != k_cache.shape:

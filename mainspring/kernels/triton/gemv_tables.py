@@ -57,9 +57,7 @@ def read_table(path: Path) -> tuple[Entry, ...]:
     try:
         return tuple(Entry.from_dict(values) for values in json.loads(path.read_text())["entries"])
     except (KeyError, TypeError, ValueError) as problem:
-        raise ValueError(
-            f"{path} is no table of tiles ({problem!r}); delete it or measure it again"
-        ) from problem
+        raise ValueError(f"{path} is no table of tiles ({problem!r}); delete it or measure it again") from problem
 
 
 def write_table(path: Path, remarks: dict[str, Any], entries: Iterable[dict[str, Any]]) -> int:
@@ -130,6 +128,4 @@ def choose_tile(
     ]
     if fitting:
         return min(fitting, key=lambda entry: entry.rows).tile
-    return default_tile(
-        n, k, rows, dtype, matrix_units=on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return default_tile(n, k, rows, dtype, matrix_units=on_gpu and torch.cuda.get_device_capability(device) >= (8, 0))

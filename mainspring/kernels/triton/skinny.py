@@ -103,12 +103,8 @@ def _skinny_kernel(
         acc = multiply(decode_tile(ahead[c], KIND, dtype), x, acc, BLOCK_N, BLOCK_K, PADDED, SPLIT_K, WIDEN)
     if DEPTH < CHUNKS:
         for c in tl.range(DEPTH, CHUNKS, num_stages=STAGES):
-            stored = fetch_chunk(
-                w_ptr, tile, c * BLOCK_K, stride_w, N, K, BLOCK_N, BLOCK_K, PAIRED, False, EVICT
-            )
-            x, chunk_squares = read_rows(
-                x_ptr, norm_ptr, c * BLOCK_K, stride_x, M, K, PADDED, BLOCK_K, PROLOGUE
-            )
+            stored = fetch_chunk(w_ptr, tile, c * BLOCK_K, stride_w, N, K, BLOCK_N, BLOCK_K, PAIRED, False, EVICT)
+            x, chunk_squares = read_rows(x_ptr, norm_ptr, c * BLOCK_K, stride_x, M, K, PADDED, BLOCK_K, PROLOGUE)
             squares += chunk_squares
             acc = multiply(decode_tile(stored, KIND, dtype), x, acc, BLOCK_N, BLOCK_K, PADDED, SPLIT_K, WIDEN)
     total = acc if SPLIT_K == 1 else tl.sum(acc, axis=0)
