@@ -77,6 +77,55 @@ def test_a_penalized_request_that_was_preempted_counts_its_earlier_tokens(make_t
     assert small.core.scheduler.num_preemptions > 0
 
 
+class IdsAsText:
+    """Reads "7 8 9" as these token ids, so that a model without a tokenizer can have bad words."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [int(part) for part in text.split()]
+
+
+def test_bad_words_of_several_tokens_in_company_and_after_preemptions(make_tiny: MakeLLM) -> None:
+    large = make_tiny()
+    prompts = [PROMPT, *OTHERS[:3]]
+    free = [ids(output) for output in large.generate(prompts, greedy(max_tokens=40))]
+    # Pairs and triples of each free answer, from its beginning to its end, so that some are met after a preemption.
+    words = [answer[at : at + 2 + at % 2] for answer in free for at in range(0, 36, 4)]
+    params = greedy(max_tokens=40, bad_words=[" ".join(map(str, word)) for word in words])
+    runs = []
+    for llm in (large, make_tiny(num_gpu_blocks_override=6)):
+        llm.core._intake._tokenizer = IdsAsText()
+        runs.append([ids(output) for output in llm.generate(prompts, params)])
+    assert llm.core.scheduler.num_preemptions > 0
+    assert runs[0] == runs[1] != free
+    assert ids(large.generate(PROMPT, params)[0]) == runs[0][0]
+    for answer in runs[0]:
+        assert not any(answer[at : at + len(word)] == word for word in words for at in range(40))
+    for answer, before in zip(runs[0], free, strict=True):
+        assert answer[0] == before[0], "the beginning of a bad word is not barred"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_what_readmission_rebuilds_is_what_the_steps_left(make_tiny: MakeLLM, tokens: int) -> None:
+    llm = make_tiny()
+    llm.core._intake._tokenizer = IdsAsText()
+    runner = llm.core.runner
+    params = greedy(frequency_penalty=0.1, bad_words=["1 2 3"], min_tokens=5, stop_token_ids=[4])
+    answer = llm.core.add("rebuilt", [11, 45, 200, 45], params)
+    request = answer.choices[0].request
+    while len(request.output_token_ids) < tokens:
+        llm.core.step()
+    names = ("seats", "logits_state.seen", "logits_state.recent")
+    left = {name: runner.buffers[name].clone() for name in names}
+    assert request.seat is not None
+    for name in names:
+        runner.buffers[name][..., request.seat].fill_(77) if name == "seats" else runner.buffers[name].fill_(77)
+    runner.seats.write([(request.seat, seat_state(request))], runner.upload)
+    runner.logits_state.write([(request.seat, request)], runner.upload)
+    assert torch.equal(runner.buffers["seats"], left["seats"])
+    for name in names[1:]:
+        assert torch.equal(runner.buffers[name][request.seat], left[name][request.seat]), name
+
+
 def test_greedy_rows_beside_full_rows_have_the_tokens_they_have_alone(make_tiny: MakeLLM) -> None:
     llm = make_tiny()
     plain = [ids(llm.generate(prompt, greedy())[0]) for prompt in OTHERS]
