@@ -154,3 +154,30 @@ def cpu(
         for result in compare(setting):
             output.add(setting.device, "comparison", result)
     output.show("comparison_table")
+
+
+@command(bench)
+def soak(
+    model: Model = "qwen3-0.6b",
+    device: Device = None,
+    dtype: Dtype = "float32",
+    requests: Annotated[int, Option(help="Requests in all.")] = 5000,
+    seats: Annotated[int, Option(help="Most answers that are decoded at a time.")] = 128,
+    blocks: Annotated[int, Option(help="KV blocks of the small pool; too few for the seats.")] = 300,
+    seed: Annotated[int, Option(help="Of the requests.")] = 0,
+    json: Json = None,
+) -> None:
+    """Random requests through a pool that forces preemption; greedy answers must equal those of a large pool.
+
+    Ends with exit status 1 if an answer differs, a block is leaked or memory grows.
+    """
+    from mainspring.bench.shapes import open_model
+    from mainspring.bench.soak import soak_model
+    from mainspring.cli.terminal import note
+
+    with open_model(model) as opened:
+        where, report = soak_model(opened, device, dtype, requests=requests, seats=seats, blocks=blocks, seed=seed)
+    Output(json).add(where, "soak", report)
+    note(str(report))
+    if not report.ok:
+        raise SystemExit(1)

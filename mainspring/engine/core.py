@@ -20,7 +20,7 @@ from mainspring.engine.intake import Intake
 from mainspring.engine.launched import LaunchedStep, PromptRead
 from mainspring.engine.limits import EngineLimits, choose_device, derive_limits
 from mainspring.engine.logprobs import TokenText, unpack_logprobs
-from mainspring.engine.memory import plan_memory
+from mainspring.engine.memory import plan_memory, record_ladder
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.request import Request
 from mainspring.engine.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ class EngineCore:
         self.runner = ModelRunner(model, self.limits, enforce_eager=settings.enforce_eager, progress=progress)
         self.memory = plan_memory(self.runner, settings)
         self.runner.allocate(self.memory.num_blocks)
-        self.runner.record()
+        record_ladder(self.runner, self.memory)
         self.scheduler = Scheduler(
             BlockPool(self.memory.num_blocks + 1, self.limits.block_size, settings.enable_prefix_caching),
             num_seats=self.limits.max_num_seqs,

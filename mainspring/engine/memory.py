@@ -20,7 +20,11 @@ PROBE_BLOCKS = 1
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What sizing the KV cache found, all in bytes but ``num_blocks`` (usable blocks, the null block apart)."""
+    """What sizing the KV cache found, in bytes but for ``num_blocks`` (usable blocks, the null block apart).
+
+    ``graph_bytes`` is what the ladder is expected to take, once for each variant of the step; ``prefill_bytes`` is what
+    the largest prefill step took.
+    """
 
     num_blocks: int
     block_bytes: int
@@ -42,9 +46,9 @@ def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
     runner.allocate(PROBE_BLOCKS)
     before = _bytes_in_use(device)
     runner.dry_prefill()
-    prefill_bytes = _bytes_in_use(device) - before
-    graph_bytes = 0 if settings.enforce_eager else _probe_graphs(runner)
-    in_use = _bytes_in_use(device) - (PROBE_BLOCKS + 1) * block_bytes
+    after = _bytes_in_use(device)
+    prefill_bytes, in_use = after - before, after - (PROBE_BLOCKS + 1) * block_bytes
+    graph_bytes = 0 if settings.enforce_eager else _probe_graphs(runner) * len(runner.runners)
     runner.deallocate()
     if settings.kv_cache_memory is not None or device.type == "cpu":
         budget = (settings.kv_cache_memory or DEFAULT_CPU_KV_BYTES) - graph_bytes
@@ -52,7 +56,7 @@ def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
         way_out = "raise kv_cache_memory"
     else:
         total = torch.cuda.get_device_properties(device).total_memory
-        budget = int(total * settings.gpu_memory_utilization) - in_use
+        budget = int(total * settings.gpu_memory_utilization) - in_use - graph_bytes
         limit = (
             f"gpu_memory_utilization {settings.gpu_memory_utilization} of {total} bytes, of which {in_use} are in use"
         )
@@ -68,8 +72,26 @@ def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
     return MemoryPlan(num_blocks, block_bytes, graph_bytes, prefill_bytes)
 
 
+def record_ladder(runner: ModelRunner, plan: MemoryPlan) -> None:
+    """Record the plain step on every rung, and log what that took beside what was expected."""
+    if runner.enforce_eager:
+        return
+    device = runner.limits.device
+    before = _graph_bytes(runner, device)
+    runner.record()
+    taken = _graph_bytes(runner, device) - before
+    logger.info(
+        "recorded %d rungs: %.1f MiB, where %.1f MiB were expected; KV cache: %d blocks, %.2f GiB",
+        len(runner.limits.ladder.sizes),
+        taken / 2**20,
+        plan.graph_bytes / len(runner.runners) / 2**20,
+        plan.num_blocks,
+        plan.num_blocks * plan.block_bytes / 2**30,
+    )
+
+
 def _probe_graphs(runner: ModelRunner) -> int:
-    """Bytes that recording the whole ladder is going to take, from recording its two largest rungs.
+    """Bytes that recording the plain step's whole ladder is going to take, from recording its two largest rungs.
 
     The first shows the shared pool and its own executable; the second, which fits in the same pool, shows what one
     executable more takes.

@@ -78,9 +78,7 @@ def test_no_memory_for_a_kind_refuses_the_request_and_the_engine_goes_on(
 
     monkeypatch.setattr(buffers, "allocate", refuse)
     before = set(buffers)
-    with pytest.raises(
-        RequestError, match=r"no memory for .*LOGIT_BIAS.*: 21600 bytes for 8 seats; lower max"
-    ):
+    with pytest.raises(RequestError, match=r"no memory for .*LOGIT_BIAS.*: 21600 bytes for 8 seats; lower max"):
         llm.generate(PROMPT, greedy(logit_bias={3: 1.0}))
     assert set(buffers) == before
     monkeypatch.undo()

@@ -1,0 +1,199 @@
+"""Soak: requests of random shape and parameters through a pool that forces preemption, checked against a large one.
+
+Nothing is timed here. Random arrivals, lengths, priorities, choices and aborts drive one engine whose KV pool is
+much too small for its seats. Then the greedy answers are computed again, by an engine with a large pool. In fp32
+they must be equal token for token, except where two logits are so close that the order of a sum decides.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mainspring import LLM, SamplingParams
+from mainspring.bench.shapes import BenchModel
+from mainspring.engine.answers import Answer
+
+#: Bytes by which memory may grow after the first fifth of a soak: allocators round, ladders record late.
+MEMORY_SLACK = 64 << 20
+#: Two logits closer than this may change places between runs that sum in another order.
+TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: what it asks, when it comes (in engine steps) and after how many tokens it is aborted (0: never)."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    arrives_at: int
+    abort_after: int
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the answer depends on the request alone: greedy and carried to its end."""
+        return self.params.temperature == 0.0 and not self.abort_after
+
+
+@dataclass
+class SoakReport:
+    """What a soak found."""
+
+    model: str = ""
+    requests: int = 0
+    steps: int = 0
+    tokens: int = 0
+    aborted: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    compared: int = 0
+    ties: int = 0
+    different: list[int] = field(default_factory=list)
+    blocks: int = 0
+    free_blocks: int = 0
+    memory_early: int = 0
+    memory_late: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """No answer differed, no block was leaked, memory stayed flat, and the pool was really too small."""
+        flat = self.memory_late <= self.memory_early + MEMORY_SLACK
+        return not self.different and self.free_blocks == self.blocks and flat and self.preemptions > 0
+
+
+def random_jobs(count: int, seed: int, vocab_size: int, max_prompt: int, max_tokens: int, spread: int) -> list[Job]:
+    """``count`` jobs in order of arrival, over ``spread`` steps; some share the beginning of their prompt."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(3, vocab_size) for _ in range(max_prompt)] for _ in range(4)]
+    jobs = []
+    for arrives_at in sorted(rng.randrange(spread) for _ in range(count)):
+        length = rng.randint(1, max_prompt)
+        common = rng.choice([0, 0, rng.randint(0, length)])
+        prompt = rng.choice(shared)[:common] + [rng.randrange(3, vocab_size) for _ in range(length - common)]
+        jobs.append(
+            Job(
+                prompt_token_ids=prompt,
+                params=_random_params(rng, max_tokens, vocab_size),
+                priority=rng.choice([0, 0, 0, 1, 2]),
+                arrives_at=arrives_at,
+                abort_after=rng.choice([0] * 9 + [rng.randint(1, max_tokens)]),
+            )
+        )
+    return jobs
+
+
+def _random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> SamplingParams:
+    greedy = rng.random() < 0.6
+    length = rng.randint(1, max_tokens)
+    return SamplingParams(
+        temperature=0.0 if greedy else rng.uniform(0.2, 1.5),
+        top_k=rng.choice([0, 0, 1, 20]),
+        top_p=rng.choice([1.0, 0.9, 0.5]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.getrandbits(32),
+        n=1 if greedy else rng.choice([1, 1, 1, 3]),
+        max_tokens=length,
+        min_tokens=rng.choice([0, 0, length // 2]),
+        stop_token_ids=rng.sample(range(3, vocab_size), rng.choice([0, 0, 2])),
+        ignore_eos=rng.choice([True, False]),
+    )
+
+
+def drive(llm: LLM, jobs: Sequence[Job], report: SoakReport) -> list[Answer]:
+    """Run the jobs to their end, each from its step on; counts go to ``report``."""
+    core, step = llm.core, 0
+    answers: list[Answer] = []
+    live: dict[str, Job] = {}
+    waiting = list(reversed(jobs))
+    while waiting or core.has_work():
+        while waiting and (waiting[-1].arrives_at <= step or not core.has_work()):
+            job = waiting.pop()
+            name = str(len(answers))
+            live[name] = job
+            answers.append(core.add(name, job.prompt_token_ids, job.params, priority=job.priority))
+        for answer in core.step():
+            job = live[answer.request_id]
+            if job.abort_after and not answer.finished and _generated(answer) >= job.abort_after:
+                core.abort(answer)
+                report.aborted += 1
+        step += 1
+        if step == max(200, jobs[-1].arrives_at // 5):
+            report.memory_early = memory_in_use(core.limits.device)
+    report.requests += len(answers)
+    report.steps += step
+    report.tokens += sum(map(_generated, answers))
+    report.cached_tokens += sum(choice.request.num_cached_tokens for answer in answers for choice in answer.choices)
+    report.memory_late = memory_in_use(core.limits.device)
+    report.memory_early = report.memory_early or report.memory_late
+    return answers
+
+
+def soak(small: LLM, large: LLM, jobs: Sequence[Job]) -> SoakReport:
+    """Drive ``jobs`` through ``small`` and compare its greedy answers with those of ``large``."""
+    report = SoakReport()
+    answers = drive(small, jobs, report)
+    report.preemptions = small.core.scheduler.num_preemptions
+    report.blocks, report.free_blocks = small.core.memory.num_blocks, small.core.scheduler.pool.num_free
+    compared = [index for index, job in enumerate(jobs) if job.is_compared]
+    expected = large.generate(
+        [{"prompt_token_ids": jobs[index].prompt_token_ids} for index in compared],
+        [jobs[index].params for index in compared],
+    )
+    for index, output in zip(compared, expected, strict=True):
+        report.compared += 1
+        actual = answers[index].choices[0].request.output_token_ids
+        wanted = list(output.outputs[0].token_ids)
+        if actual == wanted:
+            continue
+        same = next((i for i, (a, b) in enumerate(zip(actual, wanted, strict=False)) if a != b), len(wanted))
+        if is_near_tie(large, [*jobs[index].prompt_token_ids, *wanted[:same]]):
+            report.ties += 1
+        else:
+            report.different.append(index)
+    return report
+
+
+def soak_model(
+    model: BenchModel, device: str | None, dtype: str, *, requests: int, seats: int, blocks: int, seed: int
+) -> tuple[torch.device, SoakReport]:
+    """Make both engines, soak, and say on which device it was. The large pool is what the device has room for."""
+    options: dict[str, Any] = {
+        "load_format": model.load_format,
+        "skip_tokenizer_init": True,
+        "device": device,
+        "dtype": dtype,
+        "max_model_len": 1024,
+        "max_num_seqs": seats,
+        "max_num_batched_tokens": 512,
+        "gpu_memory_utilization": 0.4,
+    }
+    with LLM(model.path, **options, num_gpu_blocks_override=blocks) as small:
+        jobs = random_jobs(requests, seed, small.core.config.vocab_size, 200, 100, spread=requests // 2)
+        with LLM(model.path, **{**options, "gpu_memory_utilization": 0.8}) as large:
+            report = soak(small, large, jobs)
+            report.model = model.title
+        return small.core.limits.device, report
+
+
+def is_near_tie(llm: LLM, token_ids: list[int]) -> bool:
+    """Whether the two likeliest tokens after ``token_ids`` are closer than ``TIE`` in their logits."""
+    llm.generate({"prompt_token_ids": token_ids}, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    best = llm.core.runner.logits[0].float().topk(2).values
+    return bool(best[0] - best[1] < TIE)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that torch holds on a GPU; on a CPU the process's largest resident size so far."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _generated(answer: Answer) -> int:
+    return sum(len(choice.request.output_token_ids) for choice in answer.choices)
