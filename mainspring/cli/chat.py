@@ -32,8 +32,9 @@ def chat(
     stats: Annotated[bool, Option("--stats", help="Close with a table of what the engine did.")] = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer and keeps the session; Ctrl-D or /exit leaves."""
-    params = sampling.params(seed=engine.seed)
+    sampling.check(engine.seed)
     with engine.open() as llm:
+        params = sampling.params(engine.seed, defaults=llm.sampling_defaults)
         session = Session(llm, params, system)
         if sys.stdin.isatty():
             _enable_line_editing()

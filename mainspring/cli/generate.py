@@ -38,8 +38,9 @@ def generate(
     if system is not None and not chat:
         raise ValueError("--system needs --chat: a raw prompt has no place for it")
     texts = _collect(prompts or [], prompt_file or [])
-    params = sampling.params(seed=engine.seed, n=n)
+    sampling.check(engine.seed, n)
     with engine.open() as llm:
+        params = sampling.params(engine.seed, n, llm.sampling_defaults)
         if len(texts) == 1 and n == 1:
             finished = _write_one(llm, texts[0], params, chat, system)
         else:

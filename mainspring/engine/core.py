@@ -11,16 +11,21 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mainspring.engine.answers import Answer, Choice
+from mainspring.engine.asks import Asks
 from mainspring.engine.block_pool import BlockPool
 from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
-from mainspring.engine.errors import EngineError, RequestError
+from mainspring.engine.errors import EngineError
+from mainspring.engine.generation_defaults import sampling_defaults
+from mainspring.engine.intake import Intake
+from mainspring.engine.launched import LaunchedStep, PromptRead
 from mainspring.engine.limits import EngineLimits, choose_device, derive_limits
+from mainspring.engine.logprobs import TokenText, unpack_logprobs
 from mainspring.engine.memory import plan_memory, record_ladder
-from mainspring.engine.model_runner import LaunchedStep, ModelRunner
+from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.request import Request
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.scheduler import Scheduler
-from mainspring.engine.settings import STOP_IDS_WIDTH, EngineSettings
+from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats, StepClock
 from mainspring.engine.step import IDLE
 from mainspring.models.loader import load_config, load_model, update_weights
@@ -44,6 +49,7 @@ class EngineCore:
         self.config = load_config(source)
         self.limits: EngineLimits = derive_limits(settings, self.config, device)
         self.tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(source)
+        self.sampling_defaults = sampling_defaults(source, settings.generation_config)
         self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         model = load_model(
             source,
@@ -69,7 +75,11 @@ class EngineCore:
         self._eos_token_ids = frozenset(self.config.eos_token_ids)
         self._seeds = random.Random(settings.seed)
         self._arrivals = 0
+        self._intake = Intake(
+            self.config.vocab_size, self.config.eos_token_ids, self.tokenizer, self.limits.max_logprobs
+        )
         self._choices: dict[Request, tuple[Answer, Choice]] = {}
+        self._held: set[Request] = set()
         self._in_flight: deque[LaunchedStep] = deque()
         self._depth = 1 if device.type == "cuda" and not settings.enforce_eager else 0
         self._process = os.getpid()
@@ -93,8 +103,9 @@ class EngineCore:
         can never be served."""
         self._check_alive()
         prompt_token_ids = list(prompt_token_ids)
-        self._check_vocabulary(prompt_token_ids)
-        stop_ids = self._stop_ids(params)
+        self._intake.check_prompt(prompt_token_ids)
+        needs = self._intake.needs(params)
+        self.runner.require(needs.asks)
         answer = Answer(request_id, prompt, prompt_token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
@@ -106,7 +117,10 @@ class EngineCore:
                 priority=priority,
                 choice=index,
                 seed=seed,
-                stop_ids=stop_ids,
+                stop_ids=needs.stop_ids,
+                asks=needs.asks,
+                bad_word_ids=needs.bad_word_ids,
+                prompt_logprobs_due=index == 0 and params.prompt_logprobs is not None and len(prompt_token_ids) > 1,
             )
             self.scheduler.add(request)
             choice = Choice(request, self._eos_token_ids)
@@ -114,6 +128,8 @@ class EngineCore:
                 choice.detokenizer = Detokenizer(self._token_decoder, params)
             answer.choices.append(choice)
             self._choices[request] = (answer, choice)
+            if needs.asks & Asks.PROCESSORS:
+                self._held.add(request)
         self._arrivals += 1
         return answer
 
@@ -137,16 +153,24 @@ class EngineCore:
         """
         self._check_alive()
         try:
+            touched: dict[str, Answer] = {}
+            self._held &= self._choices.keys()
+            depth = self._depth
+            if self._held:
+                # Python logits processors look at all tokens so far, so that nothing may be under way.
+                depth = 0
+                while self._in_flight:
+                    self._read_back(self._in_flight.popleft(), touched)
             plan = self.scheduler.schedule(may_preempt=not self._in_flight)
             if plan is not None:
                 with self.clock.launching(plan, self.runner, idle=not self._in_flight):
                     self._in_flight.append(self.runner.launch(plan))
-            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-                return self._read_back(self._in_flight.popleft())
+            if self._in_flight and (plan is None or len(self._in_flight) > depth):
+                self._read_back(self._in_flight.popleft(), touched)
+            return list(touched.values())
         except BaseException as error:
             self._recover(error)
             raise
-        return []
 
     def _recover(self, error: BaseException) -> None:
         """After a step that failed midway: nothing half made stays, neither here nor on the device."""
@@ -194,11 +218,13 @@ class EngineCore:
         """What the engine has done since it was made."""
         return self.clock.stats(self.launch_mode, self.runner)
 
-    def _read_back(self, launched: LaunchedStep) -> list[Answer]:
-        touched: dict[str, Answer] = {}
+    def _read_back(self, launched: LaunchedStep, touched: dict[str, Answer]) -> None:
+        """Wait for a step and give its tokens to their answers, which are added to ``touched``."""
         results = launched.results()
         self.clock.arrived(launched)
-        for request, token, status in results:
+        for read in launched.prompt_reads:
+            self._take_prompt_logprobs(read)
+        for request, token, status, logprobs in results:
             entry = self._choices.get(request)
             if entry is None:
                 continue
@@ -208,28 +234,35 @@ class EngineCore:
             self.scheduler.append_token(request, token)
             self.clock.tokens += 1
             touched[answer.request_id] = answer
+            if logprobs is not None and request.params.logprobs is not None:
+                k = self._intake.logprobs_count(request.params.logprobs)
+                choice.push_logprobs(unpack_logprobs(logprobs, token, k, self._token_text(request)), token)
             reason = choice.push(token, status)
             if reason is not None:
                 self.scheduler.finish(request, reason)
                 del self._choices[request]
-        return list(touched.values())
+        for request, error in launched.failures.items():
+            if request in self._choices:
+                answer, _ = self._choices[request]
+                touched[answer.request_id] = answer
+                answer.error = error
+                self.abort(answer)
 
-    def _check_vocabulary(self, prompt_token_ids: list[int]) -> None:
-        vocab = self.config.vocab_size
-        wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocab} (0 to {vocab - 1})")
+    def _take_prompt_logprobs(self, read: PromptRead) -> None:
+        entry, wanted = self._choices.get(read.request), read.request.params.prompt_logprobs
+        if entry is None or wanted is None:
+            return
+        k, told, prompt = self._intake.logprobs_count(wanted), entry[0].prompt_logprobs, entry[0].prompt_token_ids
+        text = self._token_text(read.request)
+        for position, row in enumerate(read.packed.wait(), start=read.start):
+            told[position] = unpack_logprobs(row, prompt[position], k, text)
+        read.request.prompt_logprobs_due = told[-1] is None
 
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The token ids that end the request, EOS ids included unless they are to be ignored."""
-        eos = () if params.ignore_eos else self.config.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
-        if len(stop_ids) > STOP_IDS_WIDTH:
-            raise RequestError(
-                f"{len(stop_ids)} stop token ids (EOS included) > {STOP_IDS_WIDTH}, the width of the step's stop-id "
-                f"buffer; give fewer stop_token_ids"
-            )
-        return stop_ids
+    def _token_text(self, request: Request) -> TokenText:
+        decoder = self._token_decoder
+        if decoder is None or not request.params.detokenize:
+            return lambda token: None
+        return lambda token: decoder.text([token], at_start=False)
 
     def _check_alive(self) -> None:
         if os.getpid() != self._process:

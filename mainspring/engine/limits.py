@@ -28,6 +28,7 @@ class EngineLimits:
     max_num_batched_tokens: int
     block_size: int
     ladder: Ladder
+    max_logprobs: int = 20
 
     @property
     def max_blocks(self) -> int:
@@ -90,4 +91,7 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
         max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type],
         block_size=settings.block_size,
         ladder=ladder,
+        max_logprobs=config.vocab_size
+        if settings.max_logprobs == -1
+        else min(settings.max_logprobs, config.vocab_size),
     )

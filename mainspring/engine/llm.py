@@ -135,7 +135,11 @@ class LLM:
         with interrupts_between_steps() as check, tqdm(total=len(answers), disable=not use_tqdm) as bar:
             while waiting:
                 check()
-                ended = {answer.request_id for answer in self.core.step() if answer.finished} & waiting
+                touched = [answer for answer in self.core.step() if answer.request_id in waiting]
+                for answer in touched:
+                    if answer.error is not None:
+                        raise answer.error
+                ended = {answer.request_id for answer in touched if answer.finished}
                 waiting -= ended
                 bar.update(len(ended))
 
@@ -152,6 +156,8 @@ class LLM:
                 if tokens > seen:
                     seen = tokens
                     yield answer.output()
+                elif answer.error is not None:
+                    raise answer.error
                 elif answer.finished:
                     return
                 else:
@@ -160,9 +166,19 @@ class LLM:
         finally:
             self.core.abort(answer)
 
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The model's own defaults that are in force, as keyword arguments for ``SamplingParams``."""
+        return dict(self.core.sampling_defaults)
+
     def default_params(self) -> SamplingParams:
-        """What a request without parameters runs with."""
-        return SamplingParams()
+        """What a request without parameters runs with: the model's ``generation_config.json``, unless the engine was
+        made with ``generation_config="vllm"``, and else the defaults of ``SamplingParams``."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """``default_params`` under vLLM's name."""
+        return self.default_params()
 
     def _params_for(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

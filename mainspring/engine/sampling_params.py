@@ -36,8 +36,11 @@ class SamplingParams:
         logit_bias: token id to a number in [-100, 100] that is added to its logit.
         allowed_token_ids: no other token is chosen.
         bad_words: texts whose last token is not chosen where it would complete them.
-        logits_processors: Python functions that see and change the logits of every step. They keep the CPU in
-            every step.
+        logits_processors: Python functions ``(token_ids, logits) -> logits`` that see and change the logits of
+            every step, before all of the above. They keep the CPU in every step.
+
+        Bias, penalties and masks apply in this order: ``logit_bias``, the penalties, ``allowed_token_ids``,
+        ``bad_words``, ``min_tokens``. So a bias never ends an answer before ``min_tokens``.
 
     Ending the answer:
         max_tokens: at most so many tokens; None goes on to the end of the context.
@@ -50,7 +53,9 @@ class SamplingParams:
     What comes back:
         n: how many answers.
         logprobs, prompt_logprobs: how many of the most likely tokens are told for each token of the
-            answer, or of the prompt; 0 tells only the token itself, -1 all, None nothing.
+            answer, or of the prompt; 0 tells only the token itself, -1 all, None nothing. They are those of
+            the model itself, before temperature, bias, penalties and masks. The engine's ``max_logprobs``
+            (20) is the most that may be asked for.
         detokenize: False gives token ids only.
         skip_special_tokens: leave special tokens out of the text.
 

@@ -31,7 +31,8 @@ class EngineSettings:
     """Settings of one engine. Names and meanings follow vLLM's where vLLM has them.
 
     Sizes are in tokens or requests; ``kv_cache_memory`` is in bytes, ``num_gpu_blocks_override`` in KV blocks (the null
-    block comes on top). ``None`` means: decide from the model and the device.
+    block comes on top). ``None`` means: decide from the model and the device. ``max_logprobs`` is the most that a
+    request's ``logprobs`` or ``prompt_logprobs`` may ask for; -1 is the whole vocabulary.
     """
 
     model: str
@@ -49,6 +50,7 @@ class EngineSettings:
     cudagraph_capture_sizes: Sequence[int] | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
+    max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     progress: bool | None = None
@@ -66,6 +68,11 @@ class EngineSettings:
             raise SettingsError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it is a share of the GPU's memory, "
                 "above 0 and at most 1"
+            )
+        if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
+            raise SettingsError(
+                f"max_logprobs is {self.max_logprobs!r}; it must be a whole number of at least 0, or -1 for the whole "
+                "vocabulary"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise SettingsError(f"seed is {self.seed!r}; it must be a whole number")

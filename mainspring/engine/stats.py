@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mainspring.engine.model_runner import LaunchedStep, ModelRunner
+from mainspring.engine.launched import LaunchedStep
+from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan
 
 
@@ -74,7 +75,7 @@ class StepClock:
         """The counts so far, with the runner's."""
         counters = [each.counters for each in runner.runners.values()]
         rungs: dict[int, int] = {}
-        eager: dict[str, int] = {}
+        eager: dict[str, int] = dict(runner.eager_steps)
         for counter in counters:
             for size, count in counter.replays.items():
                 rungs[size] = rungs.get(size, 0) + count

@@ -34,6 +34,18 @@ class Sampler(Protocol):
         absolute position of the token to be chosen. Returns ``[b]`` token ids."""
         ...
 
+    def held(self, seats: torch.Tensor) -> torch.Tensor | None:
+        """``[b]`` bool: the rows for which the step ends with their logits, since the CPU is to change those; None
+        where there can be none."""
+        ...
+
+    def note(
+        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
+    ) -> None:
+        """Take over the ``tokens`` ``[b]`` chosen in the rows that run; ``logits`` are the model's own, and ``entry``
+        ``[1]`` is the step's entry of the ring."""
+        ...
+
 
 class TokenRing:
     """Where each step leaves its tokens: ``[RING_STEPS, rows, 2]`` int32 (token id or -1, what became of the row)."""
@@ -48,10 +60,15 @@ class TokenRing:
         self.entries.copy_(torch.tensor([-1, IDLE], dtype=torch.int32))
         self.step.zero_()
 
+    @property
+    def entry(self) -> torch.Tensor:
+        """``[1]`` int64: the entry that the next step writes."""
+        return self.step % RING_STEPS
+
     def write(self, tokens: torch.Tensor, status: torch.Tensor, advance: torch.Tensor) -> None:
         """Write one step's ``[b]`` tokens and statuses to the ring's next entry and move on by ``advance`` (0 or 1)."""
         entry = torch.stack((tokens, status), dim=1)
-        self.entries[:, : entry.shape[0]].index_copy_(0, self.step % RING_STEPS, entry.unsqueeze(0))
+        self.entries[:, : entry.shape[0]].index_copy_(0, self.entry, entry.unsqueeze(0))
         self.step.add_(advance)
 
 
@@ -97,25 +114,39 @@ class Step:
         )
         self.finish(hidden, seats, runs, sampler)
 
-    def prefill(self, inputs: ModelInputs, last: torch.Tensor, seats: torch.Tensor, sampler: Sampler) -> None:
-        """Run prompt chunks and sample the first token of each prompt that they complete.
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Run prompt chunks, writing their KV; the hidden states ``[T, hidden]`` of all their tokens."""
+        hidden: torch.Tensor = self.model(inputs, self.kv_cache)
+        return hidden
 
-        ``last`` ``[m]`` are the indices of the tokens that complete a prompt and ``seats`` ``[m]`` their requests'
-        seats; ``m`` may be 0.
+    def begin(self, hidden: torch.Tensor, last: torch.Tensor, seats: torch.Tensor, sampler: Sampler) -> None:
+        """Choose the first token of each prompt that a prefill step completed.
+
+        ``last`` ``[m]`` are the indices in ``hidden`` of the tokens that complete a prompt and ``seats`` ``[m]`` their
+        requests' seats; ``m`` may be 0.
         """
-        hidden = self.model(inputs, self.kv_cache)
         if len(last):
-            runs = self.seats.alive[seats] != 0
-            self.finish(hidden[last], seats, runs, sampler)
+            self.finish(hidden[last], seats, self.seats.alive[seats] != 0, sampler)
 
     def finish(self, hidden: torch.Tensor, seats: torch.Tensor, runs: torch.Tensor, sampler: Sampler) -> None:
         """From the last hidden states ``[b, hidden]`` to tokens in the ring and seats ready for the next step."""
+        logits = self.model.compute_logits(hidden, out=self.logits[: hidden.shape[0]])
+        held = sampler.held(seats)
+        self.settle(logits, logits, seats, runs if held is None else runs & ~held, sampler)
+
+    def settle(
+        self, logits: torch.Tensor, raw: torch.Tensor, seats: torch.Tensor, runs: torch.Tensor, sampler: Sampler
+    ) -> None:
+        """From logits ``[b, vocab]`` to tokens in the ring and seats ready for the next step.
+
+        ``raw`` are the model's own logits, the same tensor unless the CPU changed them.
+        """
         table = self.seats
-        count = hidden.shape[0]
-        logits = self.model.compute_logits(hidden, out=self.logits[:count])
         before = table.advanced[:, seats]
         _, positions, alive, remaining, min_remaining = before
-        sampled = sampler(logits, seats, positions + 1).to(torch.int32)
+        chosen = sampler(logits, seats, positions + 1)
+        sampler.note(raw, seats, chosen, runs, self.ring.entry)
+        sampled = chosen.to(torch.int32)
         may_stop = min_remaining <= 0
         stops = (table.stop_ids[:, seats] == sampled).any(dim=0) & may_stop
         exhausted = remaining <= 1
