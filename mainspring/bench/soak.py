@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import resource
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,11 @@ def _random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> Samp
         min_tokens=rng.choice([0, 0, length // 2]),
         stop_token_ids=rng.sample(range(3, vocab_size), rng.choice([0, 0, 2])),
         ignore_eos=rng.choice([True, False]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.7]),
+        frequency_penalty=rng.choice([0.0, 0.0, -0.4]),
+        logit_bias=rng.choice([None, None, {rng.randrange(3, vocab_size): 5.0}]),
+        logprobs=rng.choice([None, None, None, 3]),
     )
 
 
@@ -157,7 +163,7 @@ def soak(small: LLM, large: LLM, jobs: Sequence[Job]) -> SoakReport:
         if actual == wanted:
             continue
         same = next((i for i, (a, b) in enumerate(zip(actual, wanted, strict=False)) if a != b), len(wanted))
-        if is_near_tie(large, [*jobs[index].prompt_token_ids, *wanted[:same]]):
+        if is_near_tie(large, jobs[index], wanted[:same]):
             report.ties += 1
         else:
             report.different.append(index)
@@ -186,10 +192,21 @@ def soak_model(
         return small.core.limits.device, report
 
 
-def is_near_tie(llm: LLM, token_ids: list[int]) -> bool:
-    """Whether the two likeliest tokens after ``token_ids`` are closer than ``TIE`` in their logits."""
+def is_near_tie(llm: LLM, job: Job, output: list[int]) -> bool:
+    """Whether the two tokens that ``job`` would likeliest go on with after ``output`` are closer than ``TIE``."""
+    token_ids, params = [*job.prompt_token_ids, *output], job.params
     llm.generate({"prompt_token_ids": token_ids}, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
-    best = llm.core.runner.logits[0].float().topk(2).values
+    logits = llm.core.runner.logits[0].double().cpu()
+    for token in set(token_ids):
+        logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+    for token, count in Counter(output).items():
+        logits[token] -= params.presence_penalty + count * params.frequency_penalty
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    if len(output) < params.min_tokens:
+        eos = () if params.ignore_eos else llm.core.config.eos_token_ids
+        logits[[*(params.stop_token_ids or ()), *eos]] = -torch.inf
+    best = logits.topk(2).values
     return bool(best[0] - best[1] < TIE)
 
 
