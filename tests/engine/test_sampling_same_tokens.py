@@ -240,6 +240,6 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(make_tiny: MakeLLM) -> None:
     prompts = [PROMPT, *OTHERS]
     params = [params_of(kind) for kind in KINDS]
     expected = make_tiny().generate(prompts, params)
-    outputs = make_tiny(device="cuda", dtype="float32").generate(prompts, params)
+    outputs = make_tiny(device="cuda", dtype="float32", num_gpu_blocks_override=200).generate(prompts, params)
     same = [ids(ours) == ids(theirs) for ours, theirs in zip(outputs, expected, strict=True)]
     assert sum(same) >= len(same) - 1, "only a near-tie may differ"
