@@ -109,11 +109,12 @@ def test_what_readmission_rebuilds_is_what_the_steps_left(make_tiny: MakeLLM, to
     llm = make_tiny()
     llm.core._intake._tokenizer = IdsAsText()
     runner = llm.core.runner
-    params = greedy(frequency_penalty=0.1, bad_words=["1 2 3"], min_tokens=5, stop_token_ids=[4])
+    params = greedy(frequency_penalty=0.1, bad_words=["1 2 3"], min_tokens=20)
     answer = llm.core.add("rebuilt", [11, 45, 200, 45], params)
     request = answer.choices[0].request
-    while len(request.output_token_ids) < tokens:
+    for _ in range(tokens):
         llm.core.step()
+    assert len(request.output_token_ids) == tokens
     names = ("seats", "logits_state.seen", "logits_state.recent")
     left = {name: runner.buffers[name].clone() for name in names}
     assert request.seat is not None
