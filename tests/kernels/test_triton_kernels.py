@@ -27,7 +27,11 @@ from mainspring.kernels import sampling as reference  # noqa: E402
 from mainspring.kernels.triton import activation, kv_cache, norm, rope, sampling  # noqa: E402
 from mainspring.kernels.triton import filters as triton_filters  # noqa: E402
 from mainspring.kernels.triton import noise as triton_noise  # noqa: E402
-from mainspring.kernels.triton.decode_attention import decode_attention, plan_splits  # noqa: E402
+from mainspring.kernels.triton.decode_attention import (  # noqa: E402
+    decode_attention,
+    plan_splits,
+    rope_and_decode_attention,
+)
 from mainspring.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -182,6 +186,50 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...], window: in
     out = decode_attention(q, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, scale, window, num_splits=splits)
     assert_close(out, naive_decode(q, case, scale, window))
     assert torch.equal(out[0], torch.zeros_like(out[0]))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), shape_and_dtype([(2, 3, 64, 16), (1, 2, 128, 16), (2, 1, 80, 8)]))
+@pytest.mark.parametrize(
+    ("window", "splits", "normed"), [(0, 0, True), (0, 1, False), (0, 3, True), (20, 2, False), (1, 1, True)]
+)
+def test_rotation_cache_and_attention_in_one(
+    dtype: torch.dtype, shape: tuple[int, ...], window: int, splits: int, normed: bool
+) -> None:
+    """The new key is in no cache: the row's slot holds NaN before, and its key and value after."""
+    kv_heads, group, head_dim, block_size = shape
+    case = paged_case(EDGES, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    on = case.to(DEVICE)
+    heads = kv_heads * group
+    qkv = torch.randn(len(EDGES), (heads + 2 * kv_heads) * head_dim, device=DEVICE).to(dtype)
+    qkv[0] = torch.nan
+    weights = [(1 + 0.2 * torch.randn(head_dim, device=DEVICE)).to(dtype) for _ in range(2)] if normed else [None] * 2
+    inv_freq = torch.rand(head_dim // 2, device=DEVICE)
+    table = rope_table(inv_freq, LONGEST)
+    positions = (on.seq_lens - 1).clamp(min=0).long()
+    blocks = on.block_tables.long().gather(1, (positions // block_size)[:, None])[:, 0]
+    slots = torch.where(on.seq_lens > 0, blocks * block_size + positions % block_size, -1)
+    split = qkv.view(len(EDGES), -1, head_dim)
+    q, k, v = split[:, :heads].double(), split[:, heads : heads + kv_heads].double(), split[:, heads + kv_heads :]
+    if normed:
+        q, k = naive_rms_norm(q, weights[0], 1e-6), naive_rms_norm(k, weights[1], 1e-6)
+    q, k = naive_rope(q, inv_freq, positions), naive_rope(k, inv_freq, positions)
+    flat_k, flat_v = on.k_cache.view(-1, kv_heads, head_dim), on.v_cache.view(-1, kv_heads, head_dim)
+    flat_k[slots[1:]], flat_v[slots[1:]] = torch.nan, torch.nan
+    untouched = [torch.ones(flat_k.shape[0], dtype=torch.bool, device=DEVICE).index_fill(0, slots[1:], False)]
+    before = flat_k[untouched[0]].clone(), flat_v[untouched[0]].clone()
+    for row in range(1, len(EDGES)):
+        case.keys[row][-1], case.values[row][-1] = k[row].to(dtype).cpu(), v[row].cpu()
+    scale = head_dim**-0.5
+    out = rope_and_decode_attention(
+        qkv, table, positions, slots, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, scale, window, *weights,
+        1e-6, num_splits=splits,
+    )  # fmt: skip
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    assert_close(out[1:], naive_decode(q, case, scale, window)[1:])
+    assert_close(flat_k[slots[1:]], k[1:])
+    assert torch.equal(flat_v[slots[1:]], v[1:])
+    for now, then in zip((flat_k, flat_v), before, strict=True):
+        assert torch.equal(now[untouched[0]].nan_to_num(9.0), then.nan_to_num(9.0)), "wrote to another slot"
 
 
 def test_decode_attention_takes_strided_queries() -> None:
