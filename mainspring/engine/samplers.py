@@ -20,8 +20,8 @@ PLAIN, FULL = "plain", "full"
 class PlainSampler:
     """Greedy: the first of the largest logits."""
 
-    def __call__(self, logits: torch.Tensor, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See ``Sampler``; ``seats`` and ``positions`` are not needed."""
+    def __call__(self, logits: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
+        """See ``Sampler``; ``seats`` are not needed."""
         return sampling.greedy(logits)
 
 
@@ -31,7 +31,7 @@ class FullSampler:
 
     table: SeatTable
 
-    def __call__(self, logits: torch.Tensor, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
         """See ``Sampler``. The random number depends on (seed, choice, position) alone."""
         table = self.table
         sampling.mask_stop_ids(logits, table.stop_ids[:, seats].t(), table.min_remaining[seats] > 0)
@@ -43,5 +43,5 @@ class FullSampler:
             table.min_p[seats],
             (table.seed_high[seats].long() << 32) | (table.seed_low[seats].long() & 0xFFFFFFFF),
             table.choices[seats],
-            positions,
+            table.positions[seats] + 1,
         )

@@ -170,10 +170,10 @@ def fusion(x: Tensor, weight: LinearWeight) -> Fusion:
     """What to fuse in a layer whose hidden states are ``x`` ``[rows, hidden]`` and whose weights are like ``weight``.
 
     Chosen from the time of all products of a step on an H200, in bf16, with what stands between them but attention.
-    One row: with hidden size 1,024, 0.462 ms with nothing fused, 0.439 with everything, 0.429 without SwiGLU; with 2,048
-    and 4,096 the norm is better alone (0.737 against 0.682 ms, 3.74 against 3.63), for each of the many programs of
-    such a product reads and normalises the whole row anew, while fused SwiGLU gains 2 and 27 us. 16 rows, hidden size
-    1,024: 0.613 ms with nothing fused, 0.650 with all but SwiGLU, 0.624 with all, 0.590 with all but the norm.
+    One row, hidden size 1,024: 0.462 ms with nothing fused, 0.439 with everything, 0.429 without SwiGLU. With 2,048
+    and 4,096 the norm is better alone (0.682 against 0.737 ms, 3.63 against 3.74), for each of the many programs of
+    such a product reads and normalises the whole row anew, while fused SwiGLU gains 2 and 27 us. 16 rows, hidden
+    size 1,024: 0.613 ms with nothing fused, 0.650 with all but SwiGLU, 0.624 with all, 0.590 with all but the norm.
     """
     rows, hidden = x.shape
     if not x.is_cuda or rows > 16 or weight.kind != "dense" or x.dtype == torch.float32 or not fast_path():

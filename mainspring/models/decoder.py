@@ -11,6 +11,7 @@ from mainspring.kernels.activation import silu_and_mul
 from mainspring.kernels.attention import prefill_attention, rope_and_decode_attention
 from mainspring.kernels.norm import add_rms_norm, rms_norm
 from mainspring.kernels.rope import rope_and_cache, rope_table
+from mainspring.kernels.seats import embed
 from mainspring.models.config import ModelConfig
 from mainspring.models.inputs import ModelInputs
 from mainspring.models.linear import Linear
@@ -79,23 +80,27 @@ class Attention(nn.Module):
         k_cache, v_cache = cache
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        rotation = (cos_sin, inputs.positions, inputs.slots, k_cache, v_cache)
-        norms = (q_weight, k_weight, self.eps)
-        keys = (inputs.block_tables, inputs.seq_lens)
+        positions, slots, tables, lengths = inputs.positions, inputs.slots, inputs.block_tables, inputs.seq_lens
         if inputs.query_starts is None:
-            attended = rope_and_decode_attention(qkv, *rotation, *keys, self.scale, self.window, *norms)
-        else:
-            q = rope_and_cache(qkv, *rotation, *norms)
-            attended = prefill_attention(
-                q,
+            attended = rope_and_decode_attention(
+                qkv,
+                cos_sin,
+                positions,
+                slots,
                 k_cache,
                 v_cache,
-                inputs.block_tables,
-                inputs.query_starts,
-                inputs.seq_lens,
+                tables,
+                lengths,
                 self.scale,
                 self.window,
+                q_weight,
+                k_weight,
+                self.eps,
             )
+        else:
+            q = rope_and_cache(qkv, cos_sin, positions, slots, k_cache, v_cache, q_weight, k_weight, self.eps)
+            starts = inputs.query_starts
+            attended = prefill_attention(q, k_cache, v_cache, tables, starts, lengths, self.scale, self.window)
         return attended.reshape(-1, self.q_size)
 
 
@@ -168,7 +173,7 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, hidden]."""
-        return nn.functional.embedding(token_ids, self.weight)
+        return embed(token_ids, self.weight)
 
 
 class DecoderBody(nn.Module):

@@ -23,10 +23,12 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from mainspring.kernels import filters, noise, rope_table  # noqa: E402
+from mainspring.kernels import seats as seats_reference  # noqa: E402
 from mainspring.kernels import sampling as reference  # noqa: E402
 from mainspring.kernels.triton import activation, kv_cache, norm, rope, sampling  # noqa: E402
 from mainspring.kernels.triton import filters as triton_filters  # noqa: E402
 from mainspring.kernels.triton import noise as triton_noise  # noqa: E402
+from mainspring.kernels.triton import seats as triton_seats  # noqa: E402
 from mainspring.kernels.triton.decode_attention import (  # noqa: E402
     decode_attention,
     plan_splits,
@@ -406,6 +408,60 @@ def test_stop_ids(dtype: torch.dtype) -> None:
     reference.mask_stop_ids_reference(expected, stop_ids, active)
     sampling.mask_stop_ids(logits, stop_ids.to(DEVICE), active.to(DEVICE))
     assert torch.equal(logits.cpu(), expected)
+
+
+def seat_state(seats: int, max_blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random seats, some dead, some without a block for their position, some at the end of their tables."""
+    generator = torch.Generator().manual_seed(11)
+    state = torch.randint(0, 5, (7, seats + 1), dtype=torch.int32, generator=generator)
+    state[1] = torch.randint(0, max_blocks * 4 + 3, (seats + 1,), dtype=torch.int32, generator=generator)
+    state[2] = (torch.rand(seats + 1, generator=generator) < 0.8).int()
+    state[3:5] = torch.randint(-1, 4, (2, seats + 1), dtype=torch.int32, generator=generator)
+    state[:, seats] = 0
+    tables = torch.randint(0, 50, (seats + 1, max_blocks), dtype=torch.int32, generator=generator)
+    tables[torch.rand(tables.shape, generator=generator) < 0.2] = 0
+    tables[seats] = 0
+    stop_ids = torch.randint(-1, 5, (3, seats + 1), dtype=torch.int32, generator=generator)
+    return state.to(DEVICE), tables.to(DEVICE), stop_ids.to(DEVICE)
+
+
+@pytest.mark.parametrize(("rows", "max_blocks"), [(1, 1), (9, 5), (150, 40), (4, 1500)])
+def test_rows_find_their_seats(rows: int, max_blocks: int) -> None:
+    state, tables, _ = seat_state(160, max_blocks)
+    served = torch.randperm(160)[:rows].int().to(DEVICE)
+    served[rows // 2 + 1 :] = -1
+    got = triton_seats.gather_seats(served, state, tables, 4)
+    wanted = seats_reference.gather_seats_reference(served, state, tables, 4)
+    assert not bool(wanted[1][rows // 2 + 1 :].any())
+    for mine, right in zip(got, wanted, strict=True):
+        assert mine.dtype == right.dtype and torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 150])
+def test_seats_move_on_and_tokens_reach_the_ring(rows: int) -> None:
+    state, _, stop_ids = seat_state(160, 5)
+    seats = torch.randperm(160)[:rows].to(DEVICE)
+    seats[rows // 2 + 1 :] = 160
+    runs = (torch.rand(rows).to(DEVICE) < 0.7) & (seats < 160)
+    ring = torch.full((4, rows + 3, 2), -7, dtype=torch.int32, device=DEVICE)
+    step = torch.tensor([6], device=DEVICE)
+    other = [tensor.clone() for tensor in (state, ring, step)]
+    for turn in range(3):
+        tokens = torch.randint(0, 5, (rows,), device=DEVICE)
+        served = torch.full_like(seats, 160) if turn == 1 else seats
+        working = runs & (served < 160)
+        triton_seats.advance_seats(tokens, served, working, state, stop_ids, ring, step)
+        seats_reference.advance_seats_reference(tokens, served, working, other[0], stop_ids, other[1], other[2])
+        for mine, right in zip((state, ring, step), other, strict=True):
+            assert torch.equal(mine, right)
+    assert step.item() == 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_rows_of_the_table(dtype: torch.dtype) -> None:
+    weight = torch.randn(30, 1100, device=DEVICE).to(dtype)
+    ids = torch.tensor([29, 0, 7, 7], device=DEVICE)
+    assert torch.equal(triton_seats.embed(ids, weight), weight[ids])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
