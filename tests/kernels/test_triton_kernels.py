@@ -23,8 +23,8 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from mainspring.kernels import filters, noise, rope_table  # noqa: E402
-from mainspring.kernels import seats as seats_reference  # noqa: E402
 from mainspring.kernels import sampling as reference  # noqa: E402
+from mainspring.kernels import seats as seats_reference  # noqa: E402
 from mainspring.kernels.triton import activation, kv_cache, norm, rope, sampling  # noqa: E402
 from mainspring.kernels.triton import filters as triton_filters  # noqa: E402
 from mainspring.kernels.triton import noise as triton_noise  # noqa: E402

@@ -13,7 +13,7 @@ from mainspring.kernels.triton import pdl
 from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 _TABLE_BLOCK = 1024
-_ROWS = 128
+_ROWS = 64
 
 
 @triton.jit
