@@ -190,6 +190,13 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...], window: in
     assert torch.equal(out[0], torch.zeros_like(out[0]))
 
 
+def rotate_by(table: torch.Tensor, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate in fp64 by the table's own angles, which are rounded to fp32 as the models' are."""
+    cos, sin = table[positions].double().unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 @pytest.mark.parametrize(("shape", "dtype"), shape_and_dtype([(2, 3, 64, 16), (1, 2, 128, 16), (2, 1, 80, 8)]))
 @pytest.mark.parametrize(
     ("window", "splits", "normed"), [(0, 0, True), (0, 1, False), (0, 3, True), (20, 2, False), (1, 1, True)]
@@ -214,7 +221,7 @@ def test_rotation_cache_and_attention_in_one(
     q, k, v = split[:, :heads].double(), split[:, heads : heads + kv_heads].double(), split[:, heads + kv_heads :]
     if normed:
         q, k = naive_rms_norm(q, weights[0], 1e-6), naive_rms_norm(k, weights[1], 1e-6)
-    q, k = naive_rope(q, inv_freq, positions), naive_rope(k, inv_freq, positions)
+    q, k = rotate_by(table, q, positions), rotate_by(table, k, positions)
     flat_k, flat_v = on.k_cache.view(-1, kv_heads, head_dim), on.v_cache.view(-1, kv_heads, head_dim)
     flat_k[slots[1:]], flat_v[slots[1:]] = torch.nan, torch.nan
     untouched = [torch.ones(flat_k.shape[0], dtype=torch.bool, device=DEVICE).index_fill(0, slots[1:], False)]
