@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ TINY = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A test run that was started in the background ignores SIGINT, and so would every program that it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _cuda_available() -> bool:

@@ -285,7 +285,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made."""
-        return self.clock.stats(self.launch_mode, self.runner)
+        return self.clock.stats(self.launch_mode, self.runner, self.scheduler)
 
     def _read_back(self, launched: LaunchedStep, touched: dict[str, Answer]) -> None:
         """Wait for a step and give its tokens to their answers, which are added to ``touched``."""

@@ -22,8 +22,8 @@ PLAIN, FULL = "plain", "full"
 class PlainSampler:
     """Greedy: the first of the largest logits."""
 
-    def __call__(self, logits: torch.Tensor, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See ``Sampler``; ``seats`` and ``positions`` are not needed."""
+    def __call__(self, logits: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
+        """See ``Sampler``; ``seats`` are not needed."""
         return sampling.greedy(logits)
 
     def held(self, seats: torch.Tensor) -> torch.Tensor | None:
@@ -44,7 +44,7 @@ class FullSampler:
     table: SeatTable
     state: LogitsState
 
-    def __call__(self, logits: torch.Tensor, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
         """See ``Sampler``. The random number depends on (seed, choice, position) alone."""
         table = self.table
         if self.state.active:
@@ -60,7 +60,7 @@ class FullSampler:
             table.min_p[seats],
             (table.seed_high[seats].long() << 32) | (table.seed_low[seats].long() & 0xFFFFFFFF),
             table.choices[seats],
-            positions,
+            table.positions[seats] + 1,
         )
 
     def held(self, seats: torch.Tensor) -> torch.Tensor | None:
