@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -35,10 +36,10 @@ def parse_bytes(text: str) -> int:
         ValueError: the text is no such number, or is less than one byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if size < 1:
+    size = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
+    if not 1 <= size < math.inf:
         raise ValueError(f"{text!r} is not a number of bytes; write 1073741824, 512MiB or 1.5GB")
-    return size
+    return int(size)
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,14 @@ class Needs:
     stop_ids: tuple[int, ...]
     asks: Asks
     bad_word_ids: tuple[tuple[int, ...], ...]
+
+
+def whole_numbers(name: str, values: Iterable[Any]) -> list[int]:
+    """``values`` as plain integers; a ``RequestError`` where one is something else."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise RequestError(f"{name} must be made of whole numbers: {error}") from error
 
 
 class Intake:

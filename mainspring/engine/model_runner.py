@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from mainspring.engine.ambient import caller_casts, own_torch_state
 from mainspring.engine.asks import Asks
 from mainspring.engine.errors import RequestError
 from mainspring.engine.kv_cache import KVCacheSpec, allocate_kv_cache, layer_views
@@ -122,6 +123,9 @@ class ModelRunner:
 
     def launch(self, plan: PrefillPlan | DecodePlan) -> LaunchedStep:
         """Queue one step behind those under way."""
+        if caller_casts():
+            with own_torch_state():
+                return self.launch(plan)
         self.seats.write_tables(plan.table_writes, self.upload)
         if isinstance(plan, PrefillPlan):
             return self._launch_prefill(plan)

@@ -57,7 +57,7 @@ class TokenRing:
 
     def clear(self) -> None:
         """Set every entry to what an idle row writes, and begin again at the first."""
-        self.entries.copy_(torch.tensor([-1, IDLE], dtype=torch.int32))
+        self.entries.copy_(torch.tensor([-1, IDLE], dtype=torch.int32, device="cpu"))
         self.step.zero_()
 
     @property

@@ -128,7 +128,7 @@ class PackedLinearWeight(LinearWeight):
                 "pack_linear() leaves such a weight as it is"
             )
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        probe = torch.linspace(-1, 1, 2 * self.in_features).view(2, -1).to(weight.dtype)
+        probe = torch.linspace(-1, 1, 2 * self.in_features, device="cpu").view(2, -1).to(weight.dtype)
         self._double_lone_row = not torch.equal(self._product(probe)[:1], self._product(probe[:1]))
 
     def _product(self, x: Tensor) -> Tensor:
