@@ -185,7 +185,7 @@ def soak_model(
         "gpu_memory_utilization": 0.4,
     }
     with LLM(model.path, **options, num_gpu_blocks_override=blocks) as small:
-        jobs = random_jobs(requests, seed, small.core.config.vocab_size, 200, 100, spread=requests // 2)
+        jobs = random_jobs(requests, seed, small.core.config.vocab_size, 60, 200, spread=requests // 2)
         with LLM(model.path, **{**options, "gpu_memory_utilization": 0.8}) as large:
             report = soak(small, large, jobs)
             report.model = model.title

@@ -163,7 +163,7 @@ def soak(
     dtype: Dtype = "float32",
     requests: Annotated[int, Option(help="Requests in all.")] = 5000,
     seats: Annotated[int, Option(help="Most answers that are decoded at a time.")] = 128,
-    blocks: Annotated[int, Option(help="KV blocks of the small pool; too few for the seats.")] = 300,
+    blocks: Annotated[int, Option(help="KV blocks of the small pool; too few for the seats.")] = 200,
     seed: Annotated[int, Option(help="Of the requests.")] = 0,
     json: Json = None,
 ) -> None:
