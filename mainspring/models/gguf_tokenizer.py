@@ -95,9 +95,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Any, bool]:
     pairs = [merge.partition(" ")[::2] for merge in merges]
     for pair in pairs:  # which the library would answer with a panic that is no Exception
         if not all(part in vocab for part in (*pair, "".join(pair))):
-            raise ModelError(
-                f"{file.path} merges {pair!r}, which do not all lie in its vocabulary; the file is damaged"
-            )
+            raise ModelError(f"{file.path} has merges that do not fit its vocabulary ({pair!r}); the file is damaged")
     try:
         model = models.BPE(
             vocab=vocab,
