@@ -18,7 +18,7 @@ class _BareJson(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the default in where the next word is another option, or none."""
         words = []
-        for word, following in zip(args, [*args[1:], "--"], strict=True):
+        for word, following in zip(args, [*args[1:], "--"], strict=False):  # no words have no following
             words.append(word)
             if word == "--json" and following.startswith("-"):
                 words.append(DEFAULT_FILE)

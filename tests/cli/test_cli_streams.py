@@ -91,3 +91,10 @@ def test_ctrl_c_while_a_question_is_being_encoded_keeps_the_session(
     done = invoke("chat", input="one\ntwo\n")
     assert (done.exit_code, done.stdout) == (0, "two\n")
     assert fake.made[0].conversations == [[{"role": "user", "content": "two"}]]
+
+
+@pytest.mark.parametrize("group", ["$MS", "$MS bench"])
+def test_a_group_without_a_command_shows_its_help(group: str) -> None:
+    done = shell(group)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "Usage" in done.stdout
