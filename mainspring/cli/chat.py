@@ -10,7 +10,7 @@ from typer import Option
 
 from mainspring.cli.command import say_error
 from mainspring.cli.options import EngineOptions, SamplingOptions
-from mainspring.cli.terminal import note, write_stats, write_stream
+from mainspring.cli.terminal import note, note_if_cut, write_stats, write_stream
 from mainspring.engine.options import nearest
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Session:
             return
         if written.interrupted:
             note("(stopped)")
+        note_if_cut(written)
         self.messages.append({"role": "assistant", "content": written.text})
 
 

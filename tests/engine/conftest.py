@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from mainspring import LLM
 
@@ -41,6 +43,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama and its weights, which no engine's seed changes."""
+    folder = tmp_path_factory.mktemp("tiny-llama-weights")
+    fields = {name: value for name, value in TINY.items() if name not in ("architectures", "model_type", "torch_dtype")}
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, initializer_range=0.2)).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def make_tiny(tiny_folder: Path) -> Iterator[MakeLLM]:
     """Makes engines over the tiny model, with options of the test's choice, and closes them after it."""
@@ -53,7 +65,7 @@ def make_tiny(tiny_folder: Path) -> Iterator[MakeLLM]:
             "device": "cpu",
             "kv_cache_memory": 8 << 20,
         }
-        made.append(LLM(str(tiny_folder), **{**defaults, **options}))
+        made.append(LLM(**{"model": str(tiny_folder), **defaults, **options}))
         return made[-1]
 
     yield make
