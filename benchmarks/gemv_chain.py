@@ -164,6 +164,8 @@ class Chain:
 
     def __post_init__(self) -> None:
         """Allocate the activations."""
+        if "norm" in self.fuse and "residual" not in self.fuse:
+            raise ValueError("with the norm fused no kernel is left to add the residual: fuse it too, or neither")
         shape, device = self.weights.shape, self.weights.norms.device
         self.pdl = self.pdl and pdl_supported(device)
 

@@ -254,8 +254,8 @@ class Sweep:
             "whole ours, all fused": lambda: Chain(self.weights, self.rows, tiles, every),
             "whole ours, all fused, no PDL": lambda: Chain(self.weights, self.rows, tiles, every, pdl=False),
             **{
-                f"whole ours, {part} not fused": partial(self.chain, tiles, every - {part})
-                for part in FUSIONS
+                f"whole ours, {part} not fused": partial(self.chain, tiles, every - set(part.split(" and ")))
+                for part in ("norm", "swiglu", "norm and residual", "head")
             },
         }  # fmt: skip
         if chosen == tiles:

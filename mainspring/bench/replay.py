@@ -121,7 +121,7 @@ def _room(core: EngineCore, answers: Sequence[Answer]) -> int:
 
 
 def _recorded_step(core: EngineCore, answers: Sequence[Answer]) -> Callable[[], None] | None:
-    from mainspring.engine.model_runner import needs_full_sampler
+    from mainspring.engine.request_state import needs_full_sampler
     from mainspring.engine.samplers import FULL, PLAIN
 
     full = any(needs_full_sampler(answer.choices[0].request) for answer in answers)

@@ -62,6 +62,26 @@ SHAPES: Mapping[str, Shape] = {
             eos_token_id=151645,
         ),
     ),
+    "tiny": Shape(
+        "Tiny",
+        _config(
+            "LlamaForCausalLM",
+            "llama",
+            hidden_size=512,
+            intermediate_size=1024,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            vocab_size=32000,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
     "llama-3.2-1b": Shape(
         "Llama-3.2-1B",
         _config(

@@ -11,6 +11,7 @@ from mainspring.cli.bench import bench
 from mainspring.cli.chat import chat
 from mainspring.cli.command import command
 from mainspring.cli.generate import generate
+from mainspring.cli.terminal import prepare_streams
 
 app = typer.Typer(name="mainspring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -37,4 +38,5 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Run the command line with the arguments of this process."""
+    prepare_streams()
     app(prog_name="mainspring")

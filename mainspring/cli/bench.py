@@ -28,7 +28,7 @@ class _BareJson(TyperGroup):
 bench = Typer(cls=_BareJson, no_args_is_help=True, help="Measure this machine: latency beside its floor, and start-up.")
 
 Model = Annotated[
-    str, Option(help="qwen3-0.6b, llama-3.2-1b, llama-3.1-8b (random weights), smollm2, or a model folder.")
+    str, Option(help="qwen3-0.6b, llama-3.2-1b, llama-3.1-8b, tiny (random weights), smollm2, or a model folder.")
 ]
 Device = Annotated[str | None, Option(help="cuda, cuda:1, cpu ...")]
 Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
@@ -158,12 +158,12 @@ def cpu(
 
 @command(bench)
 def soak(
-    model: Model = "qwen3-0.6b",
+    model: Model = "tiny",
     device: Device = None,
     dtype: Dtype = "float32",
     requests: Annotated[int, Option(help="Requests in all.")] = 5000,
     seats: Annotated[int, Option(help="Most answers that are decoded at a time.")] = 128,
-    blocks: Annotated[int, Option(help="KV blocks of the small pool; too few for the seats.")] = 300,
+    blocks: Annotated[int, Option(help="KV blocks of the small pool; too few for the seats.")] = 200,
     seed: Annotated[int, Option(help="Of the requests.")] = 0,
     json: Json = None,
 ) -> None:

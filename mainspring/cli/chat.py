@@ -32,13 +32,16 @@ def chat(
     stats: Annotated[bool, Option("--stats", help="Close with a table of what the engine did.")] = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer and keeps the session; Ctrl-D or /exit leaves."""
-    params = sampling.params(seed=engine.seed)
+    if sys.stdin is None:
+        raise ValueError("there is no input to chat with: the standard input is closed")
+    sampling.check(engine.seed)
     with engine.open() as llm:
+        params = sampling.params(engine.seed, defaults=llm.sampling_defaults)
         session = Session(llm, params, system)
         if sys.stdin.isatty():
             _enable_line_editing()
             note(f"{engine.model} is ready. Ctrl-C stops an answer, /help lists commands, Ctrl-D leaves.")
-        while session.turn():
+        while session.go_on():
             pass
         if stats:
             write_stats(llm)
@@ -52,6 +55,14 @@ class Session:
         self._params = params
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = list(self._opening)
+
+    def go_on(self) -> bool:
+        """One turn; a Ctrl-C that comes at a moment when nothing can be stopped changes nothing."""
+        try:
+            return self.turn()
+        except KeyboardInterrupt:
+            note("(stopped)")
+            return True
 
     def turn(self) -> bool:
         """Read a line and do what it says; False where the session is over."""
@@ -91,19 +102,20 @@ class Session:
         An answer that Ctrl-C stops stays in the conversation as far as it was written. A question that
         cannot be answered does not stay; its error is told, and the session goes on.
         """
-        self.messages.append({"role": "user", "content": question})
+        asked = {"role": "user", "content": question}
         try:
-            written = write_stream(self._llm.stream_chat(self.messages, self._params))
+            written = write_stream(self._llm.stream_chat([*self.messages, asked], self._params))
+        except OSError:
+            raise  # there is nobody to write to
         except Exception as error:
-            self.messages.pop()
             say_error(error)
             if len(self.messages) > len(self._opening):
                 note("(that question was dropped; /reset forgets the conversation and makes room)")
             return
+        self.messages += [asked, {"role": "assistant", "content": written.text}]
         if written.interrupted:
             note("(stopped)")
         note_if_cut(written)
-        self.messages.append({"role": "assistant", "content": written.text})
 
 
 def _enable_line_editing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -72,7 +73,8 @@ def one_line(error: BaseException) -> str:
 
 def say_error(error: BaseException) -> None:
     """Tell an exception on the standard error, as one line."""
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # which may be what is being told
+        sys.stdout.flush()
     print(f"mainspring: error: {one_line(error)}", file=sys.stderr, flush=True)
 
 

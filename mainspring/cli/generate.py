@@ -38,8 +38,9 @@ def generate(
     if system is not None and not chat:
         raise ValueError("--system needs --chat: a raw prompt has no place for it")
     texts = _collect(prompts or [], prompt_file or [])
-    params = sampling.params(seed=engine.seed, n=n)
+    sampling.check(engine.seed, n)
     with engine.open() as llm:
+        params = sampling.params(engine.seed, n, llm.sampling_defaults)
         if len(texts) == 1 and n == 1:
             finished = _write_one(llm, texts[0], params, chat, system)
         else:
@@ -61,7 +62,7 @@ def _collect(prompts: list[str], files: list[str]) -> list[str]:
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("there is no prompt; give one, or --prompt-file FILE, or pipe one in")
         files = ["-"]
-    texts = prompts + [_read(file) for file in files]
+    texts = [_utf8(prompt) for prompt in prompts] + [_read(file) for file in files]
     for number, text in enumerate(texts, start=1):
         if not text:
             raise ValueError(f"prompt {number} of {len(texts)} is empty; give it at least one character")
@@ -70,10 +71,18 @@ def _collect(prompts: list[str], files: list[str]) -> list[str]:
 
 def _read(file: str) -> str:
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = _utf8(sys.stdin.read()) if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the prompt in {file} is not UTF-8 text: {error}") from error
     return text.removesuffix("\n")
+
+
+def _utf8(text: str) -> str:
+    """A text whose bytes Python could not decode, in a C locale for one, read as UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt {text[:40]!r} is not UTF-8 text: {error}") from error
 
 
 def _write_one(llm: LLM, text: str, params: SamplingParams, chat: bool, system: str | None) -> bool:

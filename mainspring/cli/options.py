@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from mainspring import LLM, SamplingParams
 
 DEFAULT_MODEL = "smollm2"
+#: What an answer is made with where neither the command line nor the model says otherwise.
+COMMAND_DEFAULTS = {"max_tokens": 256, "temperature": 0.0}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -33,10 +37,10 @@ def parse_bytes(text: str) -> int:
         ValueError: the text is no such number, or is less than one byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if size < 1:
+    size = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
+    if not 1 <= size < math.inf:
         raise ValueError(f"{text!r} is not a number of bytes; write 1073741824, 512MiB or 1.5GB")
-    return size
+    return int(size)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -97,6 +101,14 @@ class EngineOptions:
         str | None,
         Option(metavar="1,2,4", help="Batch sizes to record, the rungs.", rich_help_panel=_RECORDING),
     ] = None
+    generation_config: Annotated[
+        str | None,
+        Option(
+            metavar="auto|vllm",
+            help="auto takes sampling defaults from the model's generation_config.json, vllm does not.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
     seed: Annotated[
         int | None,
         Option(help="Seed of the sampling, and of dummy weights.", rich_help_panel=_SAMPLING),
@@ -124,19 +136,30 @@ class EngineOptions:
 class SamplingOptions:
     """How an answer's tokens are chosen, and when it ends."""
 
-    max_tokens: Annotated[int, Option(help="Most tokens in an answer.", rich_help_panel=_ENDING)] = 256
+    max_tokens: Annotated[
+        int | None, Option(help="Most tokens in an answer; the model's default, or 256.", rich_help_panel=_ENDING)
+    ] = None
     temperature: Annotated[
-        float,
-        Option(help="0 takes the most likely token, always.", rich_help_panel=_SAMPLING),
-    ] = 0.0
-    top_k: Annotated[int, Option(help="Only the k most likely tokens; 0 is all.", rich_help_panel=_SAMPLING)] = 0
+        float | None,
+        Option(
+            help="0 takes the most likely token, always; the model's default, or 0.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    top_k: Annotated[int | None, Option(help="Only the k most likely tokens; 0 is all.", rich_help_panel=_SAMPLING)] = (
+        None
+    )
     top_p: Annotated[
-        float, Option(help="Only the likeliest tokens that make up this share.", rich_help_panel=_SAMPLING)
-    ] = 1.0
+        float | None, Option(help="Only the likeliest tokens that make up this share.", rich_help_panel=_SAMPLING)
+    ] = None
     min_p: Annotated[
-        float,
+        float | None,
         Option(help="Only tokens this likely beside the likeliest.", rich_help_panel=_SAMPLING),
-    ] = 0.0
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Option(help="Above 1: tokens that were there already become less likely.", rich_help_panel=_SAMPLING),
+    ] = None
     stop: Annotated[
         list[str] | None,
         Option(help="A text that ends the answer; may be given several times.", rich_help_panel=_ENDING),
@@ -146,9 +169,17 @@ class SamplingOptions:
         Option("--ignore-eos", help="Go on after the model's end token.", rich_help_panel=_ENDING),
     ] = False
 
-    def params(self, seed: int | None = None, n: int = 1) -> SamplingParams:
-        """The checked sampling parameters."""
+    def check(self, seed: int | None = None, n: int = 1) -> None:
+        """Tell a slip at once, before the engine is made, which takes seconds.
+
+        Whether several answers differ depends on the temperature, which may be the model's.
+        """
+        self.params(seed, n, defaults={"temperature": 1.0} if n > 1 else None)
+
+    def params(self, seed: int | None = None, n: int = 1, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """The checked sampling parameters: what was given, then the model's ``defaults``, then the command's own."""
         from mainspring import SamplingParams
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return SamplingParams(**given, seed=seed, n=n)
+        given = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**COMMAND_DEFAULTS, **(defaults or {}), **given}, seed=seed, n=n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,18 @@ class Written:
     def text(self) -> str:
         """What was written."""
         return self.answer.text if self.answer else ""
+
+
+def prepare_streams() -> None:
+    """Make the standard output and error fit for answers.
+
+    One that was closed leads nowhere from here on. A character that the output's encoding lacks becomes a question
+    mark, rather than the end of the answer.
+    """
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def write(text: str) -> None:

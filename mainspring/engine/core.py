@@ -5,22 +5,30 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from mainspring.engine.ambient import own_torch_state
 from mainspring.engine.answers import Answer, Choice
+from mainspring.engine.asks import Asks
 from mainspring.engine.block_pool import BlockPool
 from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
-from mainspring.engine.errors import EngineError, RequestError
+from mainspring.engine.errors import EngineError
+from mainspring.engine.generation_defaults import sampling_defaults
+from mainspring.engine.intake import Intake, Needs, whole_numbers
+from mainspring.engine.launched import LaunchedStep, PromptRead
 from mainspring.engine.limits import EngineLimits, choose_device, derive_limits
+from mainspring.engine.logprobs import TokenText, unpack_logprobs
 from mainspring.engine.memory import plan_memory, record_ladder
-from mainspring.engine.model_runner import LaunchedStep, ModelRunner
+from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.request import Request
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.scheduler import Scheduler
-from mainspring.engine.settings import STOP_IDS_WIDTH, EngineSettings
+from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats, StepClock
 from mainspring.engine.step import IDLE
 from mainspring.models.loader import load_config, load_model, update_weights
@@ -31,12 +39,13 @@ logger = logging.getLogger("mainspring")
 
 
 class EngineCore:
-    """A model, its runner and its scheduler. Not thread-safe: one thread adds, aborts and steps.
+    """A model, its runner and its scheduler. Calls from several threads take turns.
 
     Steps are launched ahead of reading: on a GPU the next decode step is queued before the tokens of the one under way
     have been read, since the step advances its own state on the device.
     """
 
+    @own_torch_state()
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         device = choose_device(settings.device)
@@ -44,6 +53,7 @@ class EngineCore:
         self.config = load_config(source)
         self.limits: EngineLimits = derive_limits(settings, self.config, device)
         self.tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(source)
+        self.sampling_defaults = sampling_defaults(source, settings.generation_config)
         self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         model = load_model(
             source,
@@ -69,8 +79,15 @@ class EngineCore:
         self._eos_token_ids = frozenset(self.config.eos_token_ids)
         self._seeds = random.Random(settings.seed)
         self._arrivals = 0
+        self._intake = Intake(
+            self.config.vocab_size, self.config.eos_token_ids, self.tokenizer, self.limits.max_logprobs
+        )
         self._choices: dict[Request, tuple[Answer, Choice]] = {}
+        self._held: set[Request] = set()
         self._in_flight: deque[LaunchedStep] = deque()
+        self._lock = threading.RLock()
+        self._busy = False
+        self._doomed: list[Answer] = []
         self._depth = 1 if device.type == "cuda" and not settings.enforce_eager else 0
         self._process = os.getpid()
         self._failure: BaseException | None = None
@@ -92,9 +109,23 @@ class EngineCore:
         """Take in one request (one per choice of ``params.n``). Raises ``RequestError`` and changes nothing when it
         can never be served."""
         self._check_alive()
-        prompt_token_ids = list(prompt_token_ids)
-        self._check_vocabulary(prompt_token_ids)
-        stop_ids = self._stop_ids(params)
+        prompt_token_ids = whole_numbers("prompt_token_ids", prompt_token_ids)
+        (priority,) = whole_numbers("priority", (priority,))
+        self._intake.check_prompt(prompt_token_ids)
+        needs = self._intake.needs(params)
+        with self._exclusive():
+            self.runner.require(needs.asks)
+            return self._admit(request_id, prompt_token_ids, params, needs, prompt, priority)
+
+    def _admit(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        needs: Needs,
+        prompt: str | None,
+        priority: int,
+    ) -> Answer:
         answer = Answer(request_id, prompt, prompt_token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
@@ -106,24 +137,65 @@ class EngineCore:
                 priority=priority,
                 choice=index,
                 seed=seed,
-                stop_ids=stop_ids,
+                stop_ids=needs.stop_ids,
+                asks=needs.asks,
+                bad_word_ids=needs.bad_word_ids,
+                prompt_logprobs_due=index == 0 and params.prompt_logprobs is not None and len(prompt_token_ids) > 1,
             )
-            self.scheduler.add(request)
             choice = Choice(request, self._eos_token_ids)
             if self._token_decoder is not None and params.detokenize:
                 choice.detokenizer = Detokenizer(self._token_decoder, params)
+            self.scheduler.add(request)
             answer.choices.append(choice)
             self._choices[request] = (answer, choice)
+            if needs.asks & Asks.PROCESSORS:
+                self._held.add(request)
         self._arrivals += 1
         return answer
 
     def abort(self, answer: Answer) -> None:
-        """End an answer now; its blocks and seats are free when this returns."""
+        """End an answer now; its blocks and seats are free when this returns.
+
+        Called from inside another call, as when Python's collector closes a dropped stream in the middle of a step, it
+        takes effect when that call ends.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._doomed.append(answer)
+            if not self._busy:
+                self._end_doomed()
+
+    def _end_doomed(self) -> None:
+        while self._doomed:
+            self._end(self._doomed.pop())
+
+    def _end(self, answer: Answer) -> None:
         for choice in answer.choices:
             if choice.finish_reason is None:
                 self.scheduler.abort(choice.request)
                 self._choices.pop(choice.request, None)
                 choice.end("abort")
+
+    @contextmanager
+    def _exclusive(self, closing: bool = False) -> Iterator[None]:
+        """One call at a time: other threads wait, and a call from inside another is refused."""
+        if not closing:
+            self._check_alive()  # before the lock, which in a forked process may be held for ever
+        with self._lock:
+            if not closing:
+                self._check_alive()
+            if self._busy:
+                raise EngineError(
+                    "the engine was called from inside one of its own calls (by a hook or a logits processor, say); "
+                    "call it when that has returned"
+                )
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+                self._end_doomed()
 
     def has_work(self) -> bool:
         """Whether some request has not ended, or some step has not been read back."""
@@ -135,21 +207,33 @@ class EngineCore:
         Returns the answers that got tokens. Whatever a step raises, every request under way is aborted and the engine
         goes on, unless the device itself is lost: then all later calls raise ``EngineError``.
         """
-        self._check_alive()
+        with self._exclusive():
+            return self._step()
+
+    def _step(self) -> list[Answer]:
         try:
+            touched: dict[str, Answer] = {}
+            self._held &= self._choices.keys()
+            depth = self._depth
+            if self._held:
+                # Python logits processors look at all tokens so far, so that nothing may be under way.
+                depth = 0
+                while self._in_flight:
+                    self._read_back(self._in_flight.popleft(), touched)
             plan = self.scheduler.schedule(may_preempt=not self._in_flight)
             if plan is not None:
                 with self.clock.launching(plan, self.runner, idle=not self._in_flight):
                     self._in_flight.append(self.runner.launch(plan))
-            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-                return self._read_back(self._in_flight.popleft())
+            if self._in_flight and (plan is None or len(self._in_flight) > depth):
+                self._read_back(self._in_flight.popleft(), touched)
+            return list(touched.values())
         except BaseException as error:
             self._recover(error)
             raise
-        return []
 
     def _recover(self, error: BaseException) -> None:
         """After a step that failed midway: nothing half made stays, neither here nor on the device."""
+        self._failure = error  # stays where this, too, is cut short: then the engine has stopped
         self._in_flight.clear()
         for answer, choice in self._choices.values():
             choice.end("abort")
@@ -160,6 +244,8 @@ class EngineCore:
             self.runner.resynchronize()
         except Exception as lost:
             self._failure = lost
+        else:
+            self._failure = None
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Write ``(checkpoint name, tensor)`` pairs into the weights where they lie; returns how many there were.
@@ -167,20 +253,27 @@ class EngineCore:
         Recordings stay valid and serve the new weights at once; the prefix cache is emptied, since its keys and values
         come from the old ones. Answers under way go on with the new weights.
         """
-        self._check_alive()
-        self.scheduler.pool.forget_cached()
-        return update_weights(self.runner.model, tensors)
+        with self._exclusive():
+            self.scheduler.pool.forget_cached()
+            return update_weights(self.runner.model, tensors)
 
     def release_graphs(self) -> None:
         """Give back the memory of everything recorded; it is recorded again when next needed."""
-        self._check_alive()
-        self.runner.release_graphs()
+        with self._exclusive():
+            self.runner.release_graphs()
 
     def close(self) -> None:
         """End every request and give back the KV cache, the recordings and the model."""
+        if os.getpid() != self._process:
+            self._lock = threading.RLock()  # the other may be held by a thread that this process does not have
+        with self._exclusive(closing=True):
+            self._close()
+
+    def _close(self) -> None:
+        for _, choice in self._choices.values():
+            choice.end("abort")
+        self.scheduler.abort_all()
         if self._failure is None and os.getpid() == self._process:
-            for answer in {id(answer): answer for answer, _ in self._choices.values()}.values():
-                self.abort(answer)
             for launched in self._in_flight:
                 launched.results()
         self._in_flight.clear()
@@ -192,13 +285,15 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made."""
-        return self.clock.stats(self.launch_mode, self.runner)
+        return self.clock.stats(self.launch_mode, self.runner, self.scheduler)
 
-    def _read_back(self, launched: LaunchedStep) -> list[Answer]:
-        touched: dict[str, Answer] = {}
+    def _read_back(self, launched: LaunchedStep, touched: dict[str, Answer]) -> None:
+        """Wait for a step and give its tokens to their answers, which are added to ``touched``."""
         results = launched.results()
         self.clock.arrived(launched)
-        for request, token, status in results:
+        for read in launched.prompt_reads:
+            self._take_prompt_logprobs(read)
+        for request, token, status, logprobs in results:
             entry = self._choices.get(request)
             if entry is None:
                 continue
@@ -208,28 +303,35 @@ class EngineCore:
             self.scheduler.append_token(request, token)
             self.clock.tokens += 1
             touched[answer.request_id] = answer
+            if logprobs is not None and request.params.logprobs is not None:
+                k = self._intake.logprobs_count(request.params.logprobs)
+                choice.push_logprobs(unpack_logprobs(logprobs, token, k, self._token_text(request)), token)
             reason = choice.push(token, status)
             if reason is not None:
                 self.scheduler.finish(request, reason)
                 del self._choices[request]
-        return list(touched.values())
+        for request, error in launched.failures.items():
+            if request in self._choices:
+                answer, _ = self._choices[request]
+                touched[answer.request_id] = answer
+                answer.error = error
+                self._end(answer)
 
-    def _check_vocabulary(self, prompt_token_ids: list[int]) -> None:
-        vocab = self.config.vocab_size
-        wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocab} (0 to {vocab - 1})")
+    def _take_prompt_logprobs(self, read: PromptRead) -> None:
+        entry, wanted = self._choices.get(read.request), read.request.params.prompt_logprobs
+        if entry is None or wanted is None:
+            return
+        k, told, prompt = self._intake.logprobs_count(wanted), entry[0].prompt_logprobs, entry[0].prompt_token_ids
+        text = self._token_text(read.request)
+        for position, row in enumerate(read.packed.wait(), start=read.start):
+            told[position] = unpack_logprobs(row, prompt[position], k, text)
+        read.request.prompt_logprobs_due = told[-1] is None
 
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The token ids that end the request, EOS ids included unless they are to be ignored."""
-        eos = () if params.ignore_eos else self.config.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
-        if len(stop_ids) > STOP_IDS_WIDTH:
-            raise RequestError(
-                f"{len(stop_ids)} stop token ids (EOS included) > {STOP_IDS_WIDTH}, the width of the step's stop-id "
-                f"buffer; give fewer stop_token_ids"
-            )
-        return stop_ids
+    def _token_text(self, request: Request) -> TokenText:
+        decoder = self._token_decoder
+        if decoder is None or not request.params.detokenize:
+            return lambda token: None
+        return lambda token: decoder.text([token], at_start=False)
 
     def _check_alive(self) -> None:
         if os.getpid() != self._process:

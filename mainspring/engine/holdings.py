@@ -53,7 +53,7 @@ class Holdings:
         request.num_published_blocks = len(hits)
         if request.num_preemptions == 0:
             request.num_cached_tokens = cached
-        if pool.enable_prefix_caching:
+        if pool.enable_prefix_caching and not request.prompt_logprobs_due:
             pool.counters.queried_tokens += request.num_tokens
             pool.counters.hit_tokens += cached
         return True
@@ -152,7 +152,7 @@ class Holdings:
 
     def _cached_blocks(self, request: Request) -> tuple[list[int], int]:
         """The cached blocks that begin the request, and how many of them nobody holds."""
-        if not self.pool.enable_prefix_caching:
+        if not self.pool.enable_prefix_caching or request.prompt_logprobs_due:
             return [], 0
         if request.block_keys and request.block_keys[0] != self.pool.root_key(request.cache_salt):
             request.block_keys.clear()  # made before the pool forgot its content

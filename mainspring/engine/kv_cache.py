@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mainspring.engine.errors import SettingsError
+
 
 @dataclass(frozen=True)
 class KVCacheSpec:
@@ -24,9 +26,15 @@ class KVCacheSpec:
 
 
 def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """One zeroed allocation for all layers; block 0 is the null block."""
+    """One zeroed allocation for all layers; block 0 is the null block. Raises ``SettingsError`` where it fails."""
     shape = (spec.num_layers, 2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-    return torch.zeros(shape, dtype=spec.dtype, device=device)
+    try:
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
+    except (RuntimeError, TypeError) as error:  # TypeError: a size past 64 bits
+        raise SettingsError(
+            f"{device} does not give {num_blocks * spec.block_bytes} bytes for {num_blocks} KV blocks; lower "
+            f"block_size, kv_cache_memory, num_gpu_blocks_override or gpu_memory_utilization"
+        ) from error
 
 
 def layer_views(cache: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -28,6 +28,7 @@ class EngineLimits:
     max_num_batched_tokens: int
     block_size: int
     ladder: Ladder
+    max_logprobs: int = 20
 
     @property
     def max_blocks(self) -> int:
@@ -46,7 +47,7 @@ def choose_device(name: str | None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise SettingsError(f"device {name!r} is not a device that torch knows; use 'cpu' or 'cuda'") from error
     if device.type not in ("cpu", "cuda"):
         raise SettingsError(f"device {name!r} is not supported; use 'cpu' or 'cuda'")
@@ -73,10 +74,13 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
         )
     max_num_seqs = settings.max_num_seqs or DEFAULT_NUM_SEQS[device.type]
     try:
-        if settings.cudagraph_capture_sizes is None:
+        sizes = settings.cudagraph_capture_sizes
+        if sizes is None:
             ladder = Ladder.default(max_num_seqs)
         else:
-            ladder = Ladder(settings.cudagraph_capture_sizes)
+            ladder = Ladder(sizes)
+    except TypeError as error:
+        raise SettingsError(f"cudagraph_capture_sizes is {sizes!r}; give a list of batch sizes") from error
     except LadderError as error:
         raise SettingsError(f"cudagraph_capture_sizes: {error}") from error
     usable = [size for size in ladder.sizes if size <= max_num_seqs]
@@ -90,4 +94,7 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
         max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type],
         block_size=settings.block_size,
         ladder=ladder,
+        max_logprobs=config.vocab_size
+        if settings.max_logprobs == -1
+        else min(settings.max_logprobs, config.vocab_size),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
@@ -13,7 +14,7 @@ import torch
 from mainspring.engine.answers import Answer
 from mainspring.engine.core import EngineCore
 from mainspring.engine.errors import RequestError
-from mainspring.engine.interrupts import interrupts_between_steps
+from mainspring.engine.interrupts import HeldInterrupts, interrupts_between_steps
 from mainspring.engine.options import reject_unknown
 from mainspring.engine.outputs import RequestOutput
 from mainspring.engine.sampling_params import SamplingParams
@@ -57,6 +58,8 @@ class LLM:
         """
         if isinstance(prompts, (str, Mapping)):
             prompts = [prompts]
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts is {prompts!r}; give a prompt or a list of them")
         encoded = [self._encode(prompt) for prompt in prompts]
         return self._run(encoded, sampling_params, use_tqdm, priority)
 
@@ -75,7 +78,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the answer so far (cumulative) whenever it has grown.
 
-        Several streams may be read in turn. Closing the iterator ends the request and frees what it held.
+        Several streams may be read in turn. Closing the iterator, or dropping it, ends the request and frees what it
+        held. Where the request is ended from elsewhere, the last output is finished with reason "abort".
         """
         return self._stream(self._encode(prompt), sampling_params)
 
@@ -109,60 +113,95 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[tuple[str | None, Sequence[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_for(sampling_params, len(prompts))
         ranks = [0] * len(prompts) if priority is None else priority
+        if not isinstance(ranks, Sequence) or isinstance(ranks, str):
+            raise RequestError(f"priority is {ranks!r}; give a list with one number per prompt")
         if len(ranks) != len(prompts):
             raise RequestError(f"{len(ranks)} priorities for {len(prompts)} prompts; give one per prompt")
         answers: list[Answer] = []
-        try:
-            for (text, token_ids), each, rank in zip(prompts, params, ranks, strict=True):
-                answers.append(self.core.add(self._next_id(), token_ids, each, prompt=text, priority=rank))
-            self._finish(answers, use_tqdm)
-        finally:
-            for answer in answers:
-                self.core.abort(answer)
+        with interrupts_between_steps() as interrupts:
+            try:
+                for (text, token_ids), each, rank in zip(prompts, params, ranks, strict=True):
+                    answers.append(self.core.add(self._next_id(), token_ids, each, prompt=text, priority=rank))
+                    interrupts.check()
+                self._finish(answers, use_tqdm, interrupts)
+            finally:
+                for answer in answers:
+                    self.core.abort(answer)
         return [answer.output() for answer in answers]
 
-    def _finish(self, answers: Sequence[Answer], use_tqdm: bool) -> None:
+    def _finish(self, answers: Sequence[Answer], use_tqdm: bool, interrupts: HeldInterrupts) -> None:
         from tqdm import tqdm
 
-        waiting = {answer.request_id for answer in answers}
-        with interrupts_between_steps() as check, tqdm(total=len(answers), disable=not use_tqdm) as bar:
+        waiting = deque(answers)
+        with tqdm(total=len(answers), disable=not use_tqdm) as bar:
             while waiting:
-                check()
-                ended = {answer.request_id for answer in self.core.step() if answer.finished} & waiting
-                waiting -= ended
-                bar.update(len(ended))
+                with interrupts.step():
+                    self.core.step()
+                interrupts.check()
+                # In order, and not by what this step touched: another thread's step may have finished an answer.
+                while waiting and (waiting[0].finished or waiting[0].error is not None):
+                    answer = waiting.popleft()
+                    if answer.error is not None:
+                        raise answer.error
+                    bar.update()
 
-    def _stream(self, prompt: tuple[str | None, list[int]], params: SamplingParams | None) -> Iterator[RequestOutput]:
+    def _stream(
+        self, prompt: tuple[str | None, Sequence[int]], params: SamplingParams | None
+    ) -> Iterator[RequestOutput]:
         text, token_ids = prompt
-        answer = self.core.add(self._next_id(), token_ids, params or self.default_params(), prompt=text)
-        return self._follow(answer)
+        answer = None
+        try:
+            with interrupts_between_steps():
+                answer = self.core.add(self._next_id(), token_ids, self._params_for(params, 1)[0], prompt=text)
+            stream = self._follow(answer)
+            next(stream)  # begun, so that closing or dropping it unread ends the request
+        except KeyboardInterrupt:
+            if answer is not None:
+                self.core.abort(answer)
+            raise
+        return stream
 
     def _follow(self, answer: Answer) -> Iterator[RequestOutput]:
-        seen = 0
+        told = (0, False)
         try:
+            yield answer.output()
             while True:
                 tokens = sum(len(choice.request.output_token_ids) for choice in answer.choices)
-                if tokens > seen:
-                    seen = tokens
+                state = (tokens, answer.finished and answer.error is None)
+                if state != told:
+                    told = state
                     yield answer.output()
+                elif answer.error is not None:
+                    raise answer.error
                 elif answer.finished:
                     return
                 else:
-                    with interrupts_between_steps():
+                    with interrupts_between_steps() as interrupts, interrupts.step():
                         self.core.step()
         finally:
-            self.core.abort(answer)
+            with interrupts_between_steps():
+                self.core.abort(answer)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The model's own defaults that are in force, as keyword arguments for ``SamplingParams``."""
+        return dict(self.core.sampling_defaults)
 
     def default_params(self) -> SamplingParams:
-        """What a request without parameters runs with."""
-        return SamplingParams()
+        """What a request without parameters runs with: the model's ``generation_config.json``, unless the engine was
+        made with ``generation_config="vllm"``, and else the defaults of ``SamplingParams``."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """``default_params`` under vLLM's name."""
+        return self.default_params()
 
     def _params_for(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -171,28 +210,41 @@ class LLM:
             return [self.default_params()] * count
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not isinstance(params, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in params):
+            raise RequestError(f"sampling_params is {params!r}; give a SamplingParams, or a list with one per prompt")
         if len(params) != count:
             raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one per prompt")
         return params
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, Mapping):
             reject_unknown(prompt, {"prompt", "prompt_token_ids"}, "prompt field")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), prompt["prompt_token_ids"]
             if "prompt" not in prompt:
                 raise RequestError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
             prompt = prompt["prompt"]
         if not isinstance(prompt, str):
             raise RequestError(f"a prompt is a text or a mapping with 'prompt_token_ids', not {type(prompt).__name__}")
-        return prompt, list(self._tokenizer()(prompt)["input_ids"])
+        return prompt, self._tokenize(prompt)
 
     def _encode_chat(self, messages: Messages) -> tuple[str, list[int]]:
         tokenizer = self._tokenizer()
         if not tokenizer.chat_template:
             raise RequestError(f"model {self.core.settings.model!r} has no chat template; use generate")
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text, self._tokenize(text, add_special_tokens=False)
+
+    def _tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        tokenizer = self._tokenizer()
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt holds {text[error.start]!r} at character {error.start}, half of a surrogate pair, which "
+                f"is no text; decode the bytes that it came from as UTF-8"
+            ) from error
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _tokenizer(self) -> Any:
         if self.core.tokenizer is None:

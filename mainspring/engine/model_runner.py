@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 import torch
 
+from mainspring.engine.ambient import caller_casts, own_torch_state
+from mainspring.engine.asks import Asks
+from mainspring.engine.errors import RequestError
 from mainspring.engine.kv_cache import KVCacheSpec, allocate_kv_cache, layer_views
+from mainspring.engine.launched import LaunchedStep, PromptRead, TokenRead
 from mainspring.engine.limits import EngineLimits
+from mainspring.engine.logits_state import LogitsState, pack_logprobs
 from mainspring.engine.operation_counter import OperationCounter
+from mainspring.engine.prefill_batch import PrefillBatch
+from mainspring.engine.processors import apply_processors
 from mainspring.engine.request import Request
+from mainspring.engine.request_state import needs_full_sampler, seat_of, seat_state
 from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan
-from mainspring.engine.seats import SeatState, SeatTable
+from mainspring.engine.seats import SeatTable
 from mainspring.engine.step import RING_STEPS, Sampler, Step, TokenRing
 from mainspring.engine.transfer import Download, Uploader
 from mainspring.graphs import FixedBuffers, GraphPool, GraphRunner, Input
 from mainspring.models.decoder import Decoder
 from mainspring.models.inputs import ModelInputs
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step on its way: whose rows it has, and where their tokens will arrive."""
-
-    requests: tuple[Request, ...]
-    downloads: tuple[Download, ...]
-    is_prefill: bool
-
-    def results(self) -> list[tuple[Request, int, int]]:
-        """Wait for the step; ``(request, token id or -1, what became of the row)`` for each row."""
-        entries = [entry for download in self.downloads for entry in download.wait().tolist()]
-        return [(request, token, status) for request, (token, status) in zip(self.requests, entries, strict=True)]
 
 
 class ModelRunner:
@@ -55,11 +48,22 @@ class ModelRunner:
         self.seats = SeatTable(self.buffers, limits.max_num_seqs, limits.max_blocks)
         self.ring = TokenRing(self.buffers, limits.max_rows)
         self.logits = self.buffers.allocate("logits", (limits.max_rows, model.config.vocab_size), limits.dtype)
-        self.samplers: dict[str, Sampler] = {PLAIN: PlainSampler(), FULL: FullSampler(self.seats)}
+        self.logits_state = LogitsState(
+            self.seats,
+            self.buffers,
+            model.config.vocab_size,
+            (RING_STEPS, limits.max_rows),
+            limits.max_logprobs,
+        )
+        self.samplers: dict[str, Sampler] = {
+            PLAIN: PlainSampler(),
+            FULL: FullSampler(self.seats, self.logits_state),
+        }
         self.prefill_tokens = 0
         self.downloads = 0
         self._step: Step | None = None
         self._steps_launched = 0
+        self.eager_steps: Counter[str] = Counter()
         self.eager_operations = 0
         self._eager_operations: dict[tuple[str, int], int] = {}
         for name, getter in weight_getters(model):
@@ -119,20 +123,44 @@ class ModelRunner:
 
     def launch(self, plan: PrefillPlan | DecodePlan) -> LaunchedStep:
         """Queue one step behind those under way."""
+        if caller_casts():
+            with own_torch_state():
+                return self.launch(plan)
         self.seats.write_tables(plan.table_writes, self.upload)
         if isinstance(plan, PrefillPlan):
             return self._launch_prefill(plan)
         return self._launch_decode(plan)
 
+    def require(self, asks: Asks) -> None:
+        """Make ready for requests that ask for these kinds: at the first of a kind, its buffers are allocated and the
+        full variant's recordings given up, to be made anew with that kind's operations. Raises ``RequestError`` where
+        memory does not suffice."""
+        missing = self.logits_state.missing(asks)
+        if not missing:
+            return
+        try:
+            self.logits_state.allocate(missing)
+        except RuntimeError as error:
+            raise RequestError(
+                f"no memory for {missing!r}: {self.logits_state.nbytes(missing)} bytes for {self.limits.max_num_seqs} "
+                f"seats; lower max_num_seqs or gpu_memory_utilization ({error})"
+            ) from error
+        if self.limits.device.type == "cuda":
+            torch.cuda.synchronize(self.limits.device)
+        self.runners[FULL].release()
+        self._eager_operations = {key: count for key, count in self._eager_operations.items() if key[0] != FULL}
+
+    @torch.no_grad()
     def _launch_decode(self, plan: DecodePlan) -> LaunchedStep:
         variant = FULL if any(needs_full_sampler(request) for request in plan.requests) else PLAIN
-        rows = [_seat_of(request) for request in plan.requests]
-        downloads = []
-        for size in self.limits.ladder.split(len(rows)):
-            chunk, rows = rows[:size], rows[size:]
-            self._run(variant, chunk)
-            downloads.append(self._read_ring(len(chunk)))
-        return LaunchedStep(tuple(plan.requests), tuple(downloads), is_prefill=False)
+        requests = tuple(plan.requests)
+        reads: list[TokenRead] = []
+        failures: dict[Request, RequestError] = {}
+        for size in self.limits.ladder.split(len(requests)):
+            chunk, requests = requests[:size], requests[size:]
+            self._run(variant, [seat_of(request) for request in chunk])
+            reads += self._read_tokens(chunk, failures)
+        return LaunchedStep(tuple(reads), is_prefill=False, failures=failures)
 
     def _decode(self, rows: torch.Tensor, *, sampler: Sampler) -> None:
         self.step.decode(rows, sampler)
@@ -155,56 +183,50 @@ class ModelRunner:
     @torch.no_grad()
     def _launch_prefill(self, plan: PrefillPlan) -> LaunchedStep:
         completed = tuple(chunk.request for chunk in plan.chunks if chunk.is_last)
-        self.seats.write([(_seat_of(request), seat_state(request)) for request in completed], self.upload)
-        tokens: list[int] = []
-        positions: list[int] = []
-        token_seats: list[int] = []
-        lengths: list[int] = []
-        last: list[int] = []
-        for chunk in plan.chunks:
-            end = chunk.start + chunk.length
-            tokens += chunk.request.token_span(chunk.start, end)
-            positions += range(chunk.start, end)
-            token_seats += [_seat_of(chunk.request)] * chunk.length
-            lengths.append(chunk.length)
-            if chunk.is_last:
-                last.append(len(tokens) - 1)
-        parts: list[Sequence[int]] = [
-            tokens,
-            positions,
-            token_seats,
-            [_seat_of(chunk.request) for chunk in plan.chunks],
-            list(accumulate(lengths, initial=0)),
-            [chunk.start + chunk.length for chunk in plan.chunks],
-            last,
-            [_seat_of(request) for request in completed],
-        ]
-        packed = self.upload(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
-        pieces = torch.split(packed, [len(part) for part in parts])
+        self.seats.write([(seat_of(request), seat_state(request)) for request in completed], self.upload)
+        self.logits_state.write([(seat_of(request), request) for request in completed], self.upload)
+        batch = PrefillBatch.of(plan).to_device(self.upload)
         sampler = self.samplers[FULL if any(needs_full_sampler(request) for request in completed) else PLAIN]
-        self.step.prefill(self._prefill_inputs(*pieces[:6]), pieces[6], pieces[7], sampler)
-        self.prefill_tokens += len(tokens)
-        downloads = (self._read_ring(len(completed)),) if completed else ()
-        return LaunchedStep(completed, downloads, is_prefill=True)
+        hidden = self.step.forward(self._prefill_inputs(batch))
+        prompt_reads = self._read_prompts(plan, hidden)
+        self.step.begin(hidden, batch.last, batch.completed_seats, sampler)
+        self.prefill_tokens += plan.num_tokens
+        failures: dict[Request, RequestError] = {}
+        reads = self._read_tokens(completed, failures) if completed else []
+        return LaunchedStep(tuple(reads), is_prefill=True, prompt_reads=prompt_reads, failures=failures)
 
-    def _prefill_inputs(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        token_seats: torch.Tensor,
-        seats: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-    ) -> ModelInputs:
-        size = self.limits.block_size
-        blocks = self.seats.block_tables[token_seats, positions // size].to(torch.int64)
+    def _read_prompts(self, plan: PrefillPlan, hidden: torch.Tensor) -> tuple[PromptRead, ...]:
+        """Log-probabilities of the prompt tokens that each chunk predicts: of position ``start`` + 1 on, as far as the
+        prompt goes. Logits are made in pieces of at most ``max_rows``."""
+        reads = []
+        offset = 0
+        for chunk in plan.chunks:
+            first, offset = offset, offset + chunk.length
+            request = chunk.request
+            if not request.prompt_logprobs_due:
+                continue
+            end = min(chunk.start + chunk.length, len(request.prompt_token_ids) - 1)
+            for start in range(chunk.start, end, self.limits.max_rows):
+                count = min(self.limits.max_rows, end - start)
+                row = first + start - chunk.start
+                logits = self.model.compute_logits(hidden[row : row + count], out=self.logits[:count])
+                targets = np.asarray(request.token_span(start + 1, start + 1 + count), dtype=np.int64)
+                wanted = request.params.prompt_logprobs
+                k = logits.shape[1] if wanted is None or wanted < 0 else wanted
+                packed = pack_logprobs(logits, self.upload(targets), k)
+                reads.append(PromptRead(request, start + 1, Download(packed)))
+        return tuple(reads)
+
+    def _prefill_inputs(self, batch: PrefillBatch[torch.Tensor]) -> ModelInputs:
+        size, positions = self.limits.block_size, batch.positions
+        blocks = self.seats.block_tables[batch.token_seats, positions // size].to(torch.int64)
         return ModelInputs(
-            token_ids=token_ids,
+            token_ids=batch.token_ids,
             positions=positions,
             slots=torch.where(blocks != 0, blocks * size + positions % size, -1),
-            block_tables=self.seats.block_tables[seats],
-            seq_lens=seq_lens.to(torch.int32),
-            query_starts=query_starts.to(torch.int32),
+            block_tables=self.seats.block_tables[batch.seats],
+            seq_lens=batch.seq_lens.to(torch.int32),
+            query_starts=batch.query_starts.to(torch.int32),
         )
 
     @torch.no_grad()
@@ -215,43 +237,53 @@ class ModelRunner:
         positions = torch.arange(length, device=device)
         null = torch.full((length,), self.seats.null_seat, device=device)
         bounds = torch.tensor([0, length], device=device)
-        inputs = self._prefill_inputs(torch.zeros_like(positions), positions, null, null[:1], bounds, bounds[1:])
+        batch = PrefillBatch(
+            torch.zeros_like(positions), positions, null, null[:1], bounds, bounds[1:], bounds[1:] - 1, null[:1]
+        )
+        inputs = self._prefill_inputs(batch)
         self.model.compute_logits(self.model(inputs, self.step.kv_cache)[:1], out=self.logits[:1])
 
     def resynchronize(self) -> None:
         """Wait for the device and take over its count of steps, after a launch that may have been cut short."""
         self._steps_launched = int(self.ring.step.item())
 
-    def _read_ring(self, count: int) -> Download:
-        entry = self.ring.entries[self._steps_launched % RING_STEPS, :count]
+    def _read_tokens(self, requests: Sequence[Request], failures: dict[Request, RequestError]) -> list[TokenRead]:
+        """Queue the reading of a step's rows; those that it left to the CPU are served here, in a second entry."""
+        held = {row: request for row, request in enumerate(requests) if request.asks & Asks.PROCESSORS}
+        reads = [self._read_ring(requests, frozenset(held.values()))]
+        if held:
+            served = self._serve_held(held, failures)
+            if served:
+                reads.append(self._read_ring(served))
+        return reads
+
+    def _serve_held(self, held: dict[int, Request], failures: dict[Request, RequestError]) -> list[Request]:
+        """Choose tokens for the rows with Python logits processors, outside the recording; the requests served."""
+        served: dict[int, Request] = {}
+        processed = []
+        for row, request in held.items():
+            try:
+                processed.append(apply_processors(request, self.logits[row].to(torch.float32, copy=True)))
+                served[row] = request
+            except RequestError as error:
+                failures[request] = error
+        if served:
+            rows = self.upload(np.array(list(served), dtype=np.int64))
+            seats = self.upload(np.array([seat_of(request) for request in served.values()], dtype=np.int64))
+            runs = self.seats.alive[seats] != 0
+            self.step.settle(torch.stack(processed), self.logits[rows], seats, runs, self.samplers[FULL])
+            self.eager_steps["logits_processors"] += 1
+        return list(served.values())
+
+    def _read_ring(self, requests: Sequence[Request], held: frozenset[Request] = frozenset()) -> TokenRead:
+        entry, count = self._steps_launched % RING_STEPS, len(requests)
         self._steps_launched += 1
         self.downloads += 1
-        return Download(entry)
-
-
-def seat_state(request: Request) -> SeatState:
-    """The seat of a request whose prompt (and, after a preemption, answer so far) is about to be computed."""
-    params = request.params
-    generated = len(request.output_token_ids)
-    return SeatState(
-        token_id=request.token_span(request.num_tokens - 1, request.num_tokens)[0],
-        position=request.num_tokens - 1,
-        remaining=request.max_total_tokens - request.num_tokens,
-        min_remaining=params.min_tokens - generated,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=request.seed,
-        choice=request.choice,
-        stop_ids=request.stop_ids,
-    )
-
-
-def needs_full_sampler(request: Request) -> bool:
-    """Whether the request's next token asks for more than arg-max."""
-    params = request.params
-    return bool(params.temperature > 0.0 or params.min_tokens > len(request.output_token_ids))
+        logprobs = None
+        if any(request.params.logprobs is not None for request in requests):
+            self.downloads += 1
+            logprobs = Download(self.logits_state.logprobs_at(entry, count))
+        return TokenRead(tuple(requests), Download(self.ring.entries[entry, :count]), logprobs, held)
 
 
 def weight_getters(model: Decoder) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
@@ -261,9 +293,3 @@ def weight_getters(model: Decoder) -> Iterator[tuple[str, Callable[[], torch.Ten
         names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
         for name in names:
             yield f"{prefix}.{name}".lstrip("."), partial(getattr, module, name)
-
-
-def _seat_of(request: Request) -> int:
-    if request.seat is None:
-        raise RuntimeError(f"request {request.request_id} was planned without a seat")
-    return request.seat

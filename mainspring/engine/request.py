@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from mainspring.engine.asks import Asks
+
 if TYPE_CHECKING:
     from mainspring.engine.sampling_params import SamplingParams
 
@@ -50,6 +52,12 @@ class Request:
     """What the draws of this answer depend on, together with ``choice`` and the position."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the answer, end-of-sequence ids included."""
+    asks: Asks = Asks.NOTHING
+    """What the request wants of the sampling beyond temperature and filters."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences of which the last id is not chosen where it would complete them."""
+    prompt_logprobs_due: bool = False
+    """Whether log-probabilities of the prompt are still to be computed: its blocks are not taken from the cache."""
     cache_salt: str | None = None
     """Requests share cached blocks only with requests of the same salt."""
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mainspring.engine.asks import Asks
+from mainspring.engine.logits_state import LogitsState
 from mainspring.engine.seats import SeatTable
 from mainspring.kernels import sampling
 
@@ -20,20 +22,35 @@ PLAIN, FULL = "plain", "full"
 class PlainSampler:
     """Greedy: the first of the largest logits."""
 
-    def __call__(self, logits: torch.Tensor, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See ``Sampler``; ``seats`` and ``positions`` are not needed."""
+    def __call__(self, logits: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
+        """See ``Sampler``; ``seats`` are not needed."""
         return sampling.greedy(logits)
+
+    def held(self, seats: torch.Tensor) -> torch.Tensor | None:
+        """None: no row waits for the CPU."""
+        return None
+
+    def note(
+        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
+    ) -> None:
+        """Nothing is kept."""
 
 
 @dataclass(frozen=True)
 class FullSampler:
-    """Temperature, min-p, top-k and top-p per row, and stop ids held back until ``min_tokens`` are there."""
+    """Whatever requests have asked for so far: biases, penalties and masks, stop ids held back until ``min_tokens`` are
+    there, then temperature, min-p, top-k and top-p per row. Log-probabilities are of the model's own logits."""
 
     table: SeatTable
+    state: LogitsState
 
-    def __call__(self, logits: torch.Tensor, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
         """See ``Sampler``. The random number depends on (seed, choice, position) alone."""
         table = self.table
+        if self.state.active:
+            # In fp32, where small changes are not lost, and beside the model's own logits, which are still needed.
+            logits = logits.to(torch.float32, copy=True)
+            self.state.adjust(logits, seats)
         sampling.mask_stop_ids(logits, table.stop_ids[:, seats].t(), table.min_remaining[seats] > 0)
         return sampling.sample(
             logits,
@@ -43,5 +60,15 @@ class FullSampler:
             table.min_p[seats],
             (table.seed_high[seats].long() << 32) | (table.seed_low[seats].long() & 0xFFFFFFFF),
             table.choices[seats],
-            positions,
+            table.positions[seats] + 1,
         )
+
+    def held(self, seats: torch.Tensor) -> torch.Tensor | None:
+        """The rows with Python logits processors, once there has been a request with any."""
+        return self.state.asking(Asks.PROCESSORS, seats) if self.state.active & Asks.PROCESSORS else None
+
+    def note(
+        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
+    ) -> None:
+        """See ``Sampler``."""
+        self.state.note(logits, seats, tokens, runs, entry)

@@ -13,7 +13,8 @@ from mainspring.engine.options import reject_unknown
 LogitsProcessor = Callable[..., Any]
 
 _SEED_LIMIT = 1 << 63
-_ID_LIMIT = 1 << 31
+_INT32_MAX = (1 << 31) - 1
+_FLOAT32_MAX = 3.4e38  # the device keeps these as fp32
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,11 @@ class SamplingParams:
         logit_bias: token id to a number in [-100, 100] that is added to its logit.
         allowed_token_ids: no other token is chosen.
         bad_words: texts whose last token is not chosen where it would complete them.
-        logits_processors: Python functions that see and change the logits of every step. They keep the CPU in
-            every step.
+        logits_processors: Python functions ``(token_ids, logits) -> logits`` that see and change the logits of
+            every step, before all of the above. They keep the CPU in every step.
+
+        Bias, penalties and masks apply in this order: ``logit_bias``, the penalties, ``allowed_token_ids``,
+        ``bad_words``, ``min_tokens``. So a bias never ends an answer before ``min_tokens``.
 
     Ending the answer:
         max_tokens: at most so many tokens; None goes on to the end of the context.
@@ -50,7 +54,9 @@ class SamplingParams:
     What comes back:
         n: how many answers.
         logprobs, prompt_logprobs: how many of the most likely tokens are told for each token of the
-            answer, or of the prompt; 0 tells only the token itself, -1 all, None nothing.
+            answer, or of the prompt; 0 tells only the token itself, -1 all, None nothing. They are those of
+            the model itself, before temperature, bias, penalties and masks. The engine's ``max_logprobs``
+            (20) is the most that may be asked for.
         detokenize: False gives token ids only.
         skip_special_tokens: leave special tokens out of the text.
 
@@ -91,18 +97,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n, low=1)
-        _number("temperature", self.temperature, low=0.0)
+        _number("temperature", self.temperature, low=0.0, high=_FLOAT32_MAX)
         _number("top_p", self.top_p, low=0.0, high=1.0, low_excluded=True)
-        _integer("top_k", self.top_k, low=-1, hint="0 and -1 turn it off")
+        _integer("top_k", self.top_k, low=-1, high=_INT32_MAX, hint="0 and -1 turn it off")
         _number("min_p", self.min_p, low=0.0, high=1.0)
         _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, low_excluded=True)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=_FLOAT32_MAX, low_excluded=True)
         if self.seed is not None:
             _integer("seed", self.seed, low=-_SEED_LIMIT, high=_SEED_LIMIT - 1)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, low=1, hint="None goes on to the end of the context")
-        _integer("min_tokens", self.min_tokens, low=0)
+        _integer("min_tokens", self.min_tokens, low=0, high=_INT32_MAX)
         for name in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, name)) is not None:
                 _integer(name, wanted, low=-1, hint="-1 is the whole vocabulary, None turns it off")
@@ -166,7 +172,7 @@ def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_ex
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} is {value!r}; it is {wanted}")
     above = value > low if low_excluded else value >= low
-    if not (math.isfinite(value) and above and value <= high):
+    if not (above and value <= high and math.isfinite(value)):
         raise ValueError(f"{name} is {value}; it is {wanted}")
 
 
@@ -192,7 +198,7 @@ def _texts(name: str, values: Iterable[Any] | None) -> tuple[str, ...]:
 def _token_ids(name: str, values: Iterable[Any] | None) -> tuple[int, ...]:
     ids = _tuple(name, values, "token ids")
     for token_id in ids:
-        _integer(f"a token id in {name}", token_id, low=0, high=_ID_LIMIT - 1)
+        _integer(f"a token id in {name}", token_id, low=0, high=_INT32_MAX)
     return tuple(int(token_id) for token_id in ids)
 
 
@@ -203,7 +209,7 @@ def _bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     for key, value in bias.items():
         # JSON has no integer keys, so a request that came as JSON has "42".
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
-        _integer("a token id in logit_bias", token_id, low=0, high=_ID_LIMIT - 1)
+        _integer("a token id in logit_bias", token_id, low=0, high=_INT32_MAX)
         _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
         checked[int(token_id)] = float(value)
     return checked

@@ -25,8 +25,10 @@ Upload = Callable[[np.ndarray], torch.Tensor]
 ADVANCED = ("token_ids", "positions", "alive", "remaining", "min_remaining")
 #: Fields that stay as they were written at admission.
 CONSTANT_INTS = ("top_k", "choices", "seed_low", "seed_high")
-CONSTANT_FLOATS = ("temperature", "top_p", "min_p")
-FIELDS = ADVANCED + CONSTANT_INTS + CONSTANT_FLOATS
+CONSTANT_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+#: Bits that say what the request asks of the sampling beyond these (``Asks``).
+ASKS = ("asks",)
+FIELDS = ADVANCED + CONSTANT_INTS + CONSTANT_FLOATS + ASKS
 STOP_IDS_FROM = len(FIELDS)
 NUM_ROWS = STOP_IDS_FROM + STOP_IDS_WIDTH
 
@@ -51,6 +53,10 @@ class SeatState:
     seed: int = 0
     choice: int = 0
     stop_ids: Sequence[int] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    asks: int = 0
 
     def column(self) -> np.ndarray:
         """The state as one int32 column ``[NUM_ROWS]`` of the seat matrix."""
@@ -66,7 +72,8 @@ class SeatState:
             self.top_k,
             self.choice,
             *halves,
-            *np.array([self.temperature, self.top_p, self.min_p], dtype=np.float32).view(np.int32),
+            *np.array([getattr(self, name) for name in CONSTANT_FLOATS], dtype=np.float32).view(np.int32),
+            self.asks,
         ]
         column[STOP_IDS_FROM : STOP_IDS_FROM + len(self.stop_ids)] = self.stop_ids
         return column
@@ -91,6 +98,10 @@ class SeatTable:
     temperature: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
+    asks: torch.Tensor
 
     def __init__(self, buffers: FixedBuffers, num_seats: int, max_blocks: int) -> None:
         self.num_seats = num_seats

@@ -20,6 +20,11 @@ COUNTS = (
     "block_size",
 )
 
+IN_BYTES = ("kv_cache_memory",)
+SWITCHES = ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init")
+#: Seats, positions and block ids are int32 on the device.
+LARGEST_COUNT = (1 << 31) - 1
+
 #: Bytes of KV cache on a CPU when nothing else is asked for.
 DEFAULT_CPU_KV_BYTES = 1 << 30
 #: Stop ids that one request may have (EOS ids included); the width of a fixed buffer.
@@ -31,7 +36,8 @@ class EngineSettings:
     """Settings of one engine. Names and meanings follow vLLM's where vLLM has them.
 
     Sizes are in tokens or requests; ``kv_cache_memory`` is in bytes, ``num_gpu_blocks_override`` in KV blocks (the null
-    block comes on top). ``None`` means: decide from the model and the device.
+    block comes on top). ``None`` means: decide from the model and the device. ``max_logprobs`` is the most that a
+    request's ``logprobs`` or ``prompt_logprobs`` may ask for; -1 is the whole vocabulary.
     """
 
     model: str
@@ -49,6 +55,7 @@ class EngineSettings:
     cudagraph_capture_sizes: Sequence[int] | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
+    max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     progress: bool | None = None
@@ -62,13 +69,24 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SettingsError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            if value is not None and name not in IN_BYTES and value > LARGEST_COUNT:
+                raise SettingsError(f"{name} is {value}; the device counts up to {LARGEST_COUNT}")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0.0 < utilization <= 1.0:
             raise SettingsError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it is a share of the GPU's memory, "
                 "above 0 and at most 1"
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise SettingsError(f"seed is {self.seed!r}; it must be a whole number")
+        if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
+            raise SettingsError(
+                f"max_logprobs is {self.max_logprobs!r}; it must be a whole number of at least 0, or -1 for the whole "
+                "vocabulary"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
+            raise SettingsError(f"seed is {self.seed!r}; it must be a whole number of 64 bits")
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mainspring.engine.model_runner import LaunchedStep, ModelRunner
-from mainspring.engine.scheduler import DecodePlan, PrefillPlan
+from mainspring.engine.launched import LaunchedStep
+from mainspring.engine.model_runner import ModelRunner
+from mainspring.engine.scheduler import DecodePlan, PrefillPlan, Scheduler
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class EngineStats:
 
     ``cpu_calls_per_token`` counts what the CPU asks of the device for decoding (replays or operations, uploads, reads)
     over decoded tokens; ``ms_per_token`` is the wall time of a decode step, whatever its number of rows;
-    ``padding_waste`` is the share of decode rows that were padding, 0 to 1.
+    ``padding_waste`` is the share of decode rows that were padding, 0 to 1. ``prefix_queried_tokens`` is how many
+    prompt tokens were looked up in the prefix cache, ``prefix_hit_tokens`` how many were there.
     """
 
     launch_mode: str
@@ -33,6 +35,10 @@ class EngineStats:
     eager_steps: Mapping[str, int]
     recorded_bytes: int
     recording_seconds: float
+    preemptions: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    prefix_evicted_blocks: int
 
 
 class StepClock:
@@ -70,11 +76,12 @@ class StepClock:
         if not launched.is_prefill:
             self.decode_seconds += passed
 
-    def stats(self, launch_mode: str, runner: ModelRunner) -> EngineStats:
-        """The counts so far, with the runner's."""
+    def stats(self, launch_mode: str, runner: ModelRunner, scheduler: Scheduler) -> EngineStats:
+        """The counts so far, with the runner's and the scheduler's."""
+        prefix = scheduler.pool.counters
         counters = [each.counters for each in runner.runners.values()]
         rungs: dict[int, int] = {}
-        eager: dict[str, int] = {}
+        eager: dict[str, int] = dict(runner.eager_steps)
         for counter in counters:
             for size, count in counter.replays.items():
                 rungs[size] = rungs.get(size, 0) + count
@@ -96,6 +103,10 @@ class StepClock:
             eager_steps=eager,
             recorded_bytes=int(runner.pool.nbytes),
             recording_seconds=sum(counter.capture_seconds for counter in counters),
+            preemptions=scheduler.num_preemptions,
+            prefix_queried_tokens=prefix.queried_tokens,
+            prefix_hit_tokens=prefix.hit_tokens,
+            prefix_evicted_blocks=prefix.evicted_blocks,
         )
 
 

@@ -195,7 +195,7 @@ class Program:
             if not isinstance(value, TensorRef):
                 return value
             if value not in tensors:
-                tensor = torch.empty(0, dtype=value.dtype)
+                tensor = torch.empty(0, dtype=value.dtype, device="cpu")
                 tensor.set_(memory(value.storage), value.offset, value.shape, value.stride)
                 tensor = tensor.conj() if value.conjugate else tensor
                 tensors[value] = torch._neg_view(tensor) if value.negative else tensor

@@ -35,3 +35,7 @@ class StaleAddressError(GraphError):
         self.buffer = buffer
         self.recorded = recorded
         self.current = current
+
+    def __reduce__(self) -> tuple[type[StaleAddressError], tuple[str, str, str]]:
+        """Made again from its parts, not from its message, where it crosses to another process."""
+        return type(self), (self.buffer, self.recorded, self.current)

@@ -52,7 +52,7 @@ class CpuArena:
     @staticmethod
     def _allocate(nbytes: int) -> torch.UntypedStorage:
         with torch.inference_mode(False):
-            storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+            storage = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         if storage.data_ptr() % ALIGNMENT:
             raise GraphError(f"the allocator gave an address that is not a multiple of {ALIGNMENT} bytes")
         return storage

@@ -42,7 +42,7 @@ class CpuCopies:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Ordinary memory, uint8 [nbytes]."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, destination: Tensor, source: Tensor) -> CopyEvent | None:
         """Copy at once."""
@@ -58,7 +58,7 @@ class CudaCopies:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Pinned memory, uint8 [nbytes]."""
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, destination: Tensor, source: Tensor) -> CopyEvent | None:
         """Enqueue the copy and an event behind it."""
@@ -156,10 +156,18 @@ class Staging:
 
 
 def _as_tensor(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """`values` as a CPU tensor that can become `dtype` without dropping fractions."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.as_tensor(values, dtype=dtype)
-    source = torch.as_tensor(values)
+    """`values` as a CPU tensor that can become `dtype` without dropping fractions or high bits."""
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.as_tensor(values, dtype=dtype, device="cpu")
+        source = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise GraphError(f"{type(values).__name__} cannot become a tensor of {dtype}: {error}") from error
     if source.numel() and not torch.can_cast(source.dtype, dtype):
         raise GraphError(f"values of {source.dtype} cannot become {dtype}; give whole numbers")
+    if source.numel() and dtype is not torch.bool and source.dtype is not torch.bool:
+        limits = torch.iinfo(dtype)
+        low, high = (int(edge) for edge in source.to(torch.int64).aminmax())
+        if low < limits.min or high > limits.max:
+            raise GraphError(f"values from {low} to {high} do not fit {dtype}, {limits.min} to {limits.max}")
     return source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mainspring.graphs.buffers import FixedBuffers, Signature
+from mainspring.graphs.cpu_rules import same_bits
 from mainspring.graphs.errors import CaptureError, GraphError, StaleAddressError
 from mainspring.graphs.staging import Staging
 
@@ -108,6 +109,8 @@ class InputBuffer:
             if not torch.can_cast(values.dtype, self.spec.dtype):
                 raise GraphError(f"input {self.name!r} is {values.dtype}; it cannot become {self.spec.dtype}")
             return values.shape[0]
+        if not hasattr(values, "__len__") or isinstance(values, (str, bytes, Mapping, Set)):
+            raise GraphError(f"input {self.name!r} is a {type(values).__name__}; give a tensor or a sequence of rows")
         return len(values)
 
     def load(self, values: Tensor | Sequence[Any], rows: int, rung: int, staging: Staging) -> bool:
@@ -127,30 +130,29 @@ class InputBuffer:
         if known and _equal(self._last, values):
             return False
         staging.upload(self.tensor[:rung], values, fill=self.spec.pad)
-        self._last = values.clone() if isinstance(values, Tensor) else _snapshot(values)
+        self._last = _snapshot(values)
         self._version = self.tensor._version
         return True
 
 
-def _snapshot(values: Any) -> Any:
-    """A copy of a nested sequence that later changes to it do not reach."""
-    if isinstance(values, (list, tuple)):
-        if values and isinstance(values[0], (list, tuple)):
-            return [_snapshot(value) for value in values]
+def _snapshot(values: Any) -> Tensor | list[int] | None:
+    """A copy that later changes do not reach; None for what is not worth comparing.
+
+    Kept are tensors and flat sequences of whole numbers, such as row numbers. Elements that can be changed in place
+    (arrays, 0-d tensors) would be compared with themselves.
+    """
+    if isinstance(values, Tensor):
+        return values.detach().clone()
+    if isinstance(values, (list, tuple)) and all(type(value) is int for value in values):
         return list(values)
-    return torch.tensor(values)  # an array of another library
+    return None
 
 
-def _equal(last: Any, values: Any) -> bool:
+def _equal(last: Tensor | list[int] | None, values: Any) -> bool:
+    """Whether `values` would write the same bits as `last` did."""
     if isinstance(last, Tensor):
-        return isinstance(values, Tensor) and last.dtype == values.dtype and torch.equal(last, values)
-    return isinstance(last, list) and isinstance(values, (list, tuple)) and last == _as_list(values)
-
-
-def _as_list(values: Any) -> Any:
-    if isinstance(values, tuple):
-        values = list(values)
-    return [_as_list(value) for value in values] if values and isinstance(values[0], (list, tuple)) else values
+        return isinstance(values, Tensor) and same_bits(last, values)
+    return last is not None and isinstance(values, (list, tuple)) and last == list(values)
 
 
 def _is_nan(value: float | bool) -> bool:

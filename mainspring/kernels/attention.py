@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mainspring.kernels.library import register
+from mainspring.kernels.rope import rope_and_cache
 
 
 def paged_view(cache: Tensor, table: list[int], start: int, stop: int) -> Tensor:
@@ -120,11 +121,39 @@ def prefill_attention_reference(
     return out
 
 
+def rope_and_decode_attention_reference(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """What :func:`rope_and_decode_attention` does, as the two operations that it stands for."""
+    q = rope_and_cache(qkv, cos_sin, positions, slots, k_cache, v_cache, q_weight, k_weight, eps)
+    return decode_attention(q, k_cache, v_cache, block_tables, seq_lens, scale, window)
+
+
 _decode_attention = register(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
     "float scale, int window=0) -> Tensor",
     cpu=decode_attention_reference,
     cuda="mainspring.kernels.triton.decode_attention:decode_attention",
+)
+_rope_and_decode_attention = register(
+    "rope_and_decode_attention(Tensor qkv, Tensor cos_sin, Tensor positions, Tensor slots, Tensor(a!) k_cache, "
+    "Tensor(b!) v_cache, Tensor block_tables, Tensor seq_lens, float scale, int window=0, Tensor? q_weight=None, "
+    "Tensor? k_weight=None, float eps=0.0) -> Tensor",
+    cpu=rope_and_decode_attention_reference,
+    cuda="mainspring.kernels.triton.decode_attention:rope_and_decode_attention",
+    plain=rope_and_decode_attention_reference,
 )
 _prefill_attention = register(
     "prefill_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor query_starts, "
@@ -158,6 +187,42 @@ def decode_attention(
         ``[batch, num_heads, head_dim]``, new, in the dtype of ``q``; zeros where the length is 0.
     """
     out: Tensor = _decode_attention(q, k_cache, v_cache, block_tables, seq_lens, scale, window)
+    return out
+
+
+def rope_and_decode_attention(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """What lies between the QKV product and the output product of a decode step, in one kernel on a GPU.
+
+    That is :func:`mainspring.kernels.rope.rope_and_cache` and :func:`decode_attention`, whose arguments these are. The
+    token of each row is its last key: ``positions`` are ``seq_lens - 1`` and ``slots`` say where its key and value go;
+    a row of length 0 has slot -1. On a GPU, calls that may run at the same time (on two streams) are not allowed:
+    they share the counters by which the parts of a row find out that they are the last.
+
+    Returns:
+        ``[batch, num_heads, head_dim]``, new, in the dtype of ``qkv``; zeros where the length is 0.
+
+    Raises:
+        ValueError: one norm weight is given without the other.
+    """
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight go together: give both or neither")
+    out: Tensor = _rope_and_decode_attention(
+        qkv, cos_sin, positions, slots, k_cache, v_cache, block_tables, seq_lens, scale, window, q_weight, k_weight, eps
+    )
     return out
 
 

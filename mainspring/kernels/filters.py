@@ -89,12 +89,15 @@ def highest_ids(logits: Tensor, k: int) -> Tensor:
 def drawable_ids(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | None:
     """Return the ids that one row ``[1, vocab]`` may draw, ascending, int64; None for all.
 
-    For the CPU: looks at the settings and does only what they ask for.
+    For the CPU: looks at the settings and does only what they ask for. A row with a NaN has no order; there only id
+    0 is left.
     """
     k, vocab_size = int(top_k), logits.shape[-1]
     limited = 0 < k < vocab_size
     if not limited and float(top_p) >= 1.0 and float(min_p) <= 0.0:
         return None
+    if bool(logits.isnan().any()):
+        return torch.zeros(1, dtype=torch.int64, device=logits.device)
     ids = None
     if limited and k <= vocab_size // 8:
         # A small top-k leaves little to sort; the rest is decided among these as it would be among all.

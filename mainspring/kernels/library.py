@@ -9,6 +9,7 @@ schema.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,17 @@ import torch
 _LIBRARY = torch.library.Library("mainspring", "FRAGMENT")
 
 
-def register(schema: str, *, cpu: Callable[..., Any], cuda: str) -> Callable[..., Any]:
+def fast_path() -> bool:
+    """Whether CUDA tensors take the fused and skinny kernels; ``MAINSPRING_FAST=0`` in the environment turns them off.
+
+    Without them a step runs the plain operations one after another: the way to compare, and to find a fault.
+    """
+    return os.environ.get("MAINSPRING_FAST", "1") != "0"
+
+
+def register(
+    schema: str, *, cpu: Callable[..., Any], cuda: str, plain: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Define one operation and return the callable that runs it.
 
     Args:
@@ -25,13 +36,23 @@ def register(schema: str, *, cpu: Callable[..., Any], cuda: str) -> Callable[...
         cpu: the implementation for CPU tensors, which is the reference.
         cuda: ``"module:function"`` of the implementation for CUDA tensors, imported at its first use, so
             that a machine without Triton can import this room.
+        plain: what CUDA tensors get instead where ``fast_path`` is off: other operations of this room, or of
+            torch.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, _imported_at_first_use(cuda), "CUDA")
+    fast = _imported_at_first_use(cuda)
+    _LIBRARY.impl(name, fast if plain is None else _switched(fast, plain), "CUDA")
     operation: Callable[..., Any] = getattr(torch.ops.mainspring, name).default
     return operation
+
+
+def _switched(fast: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return fast(*args) if fast_path() else plain(*args)
+
+    return call
 
 
 def _imported_at_first_use(location: str) -> Callable[..., Any]:

@@ -2,9 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mainspring.kernels.activation import silu_and_mul
+from mainspring.kernels.library import fast_path, register
+from mainspring.kernels.norm import rms_norm
+
+#: Products of more rows than this always go to ``torch``: no kernel here takes more.
+SKINNY_ROWS = 64
+
+
+def fused_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+) -> Tensor:
+    """What :func:`fused_linear` computes, one operation after the other, each rounded to the dtype of ``x``."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    product = F.linear(x, weight, bias)
+    if swiglu:
+        product = silu_and_mul(product)
+    return product if residual is None else product + residual
+
+
+def linear_out_reference(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """A product written into ``out``."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+_fused_linear = register(
+    "fused_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, float eps=0.0, "
+    "Tensor? residual=None, bool swiglu=False) -> Tensor",
+    cpu=fused_linear_reference,
+    cuda="mainspring.kernels.triton.linear:fused_linear",
+    plain=fused_linear_reference,
+)
+_linear_out = register(
+    "linear_out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()",
+    cpu=linear_out_reference,
+    cuda="mainspring.kernels.triton.linear:linear_out",
+    plain=linear_out_reference,
+)
 
 
 class LinearWeight:
@@ -41,12 +91,19 @@ class LinearWeight:
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute ``x @ weight.T + bias``; see :func:`linear`."""
+        skinny = x.is_cuda and x.shape[0] <= SKINNY_ROWS
         if out is None:
-            return F.linear(x, self.weight, self.bias)
-        transposed = self.weight.t()
-        if self.bias is None:
-            return torch.mm(x, transposed, out=out)
-        return torch.addmm(self.bias, x, transposed, out=out)
+            product: Tensor = (_fused_linear if skinny else F.linear)(x, self.weight, self.bias)
+            return product
+        (_linear_out if skinny else linear_out_reference)(x, self.weight, self.bias, out)
+        return out
+
+    def apply_fused(
+        self, x: Tensor, norm_weight: Tensor | None, eps: float, residual: Tensor | None, swiglu: bool
+    ) -> Tensor:
+        """Compute what :func:`fused_linear` says, where :func:`fusion` says that it pays."""
+        product: Tensor = _fused_linear(x, self.weight, self.bias, norm_weight, eps, residual, swiglu)
+        return product
 
     def __repr__(self) -> str:
         bias = ", bias" if self.bias is not None else ""
@@ -71,7 +128,7 @@ class PackedLinearWeight(LinearWeight):
                 "pack_linear() leaves such a weight as it is"
             )
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        probe = torch.linspace(-1, 1, 2 * self.in_features).view(2, -1).to(weight.dtype)
+        probe = torch.linspace(-1, 1, 2 * self.in_features, device="cpu").view(2, -1).to(weight.dtype)
         self._double_lone_row = not torch.equal(self._product(probe)[:1], self._product(probe[:1]))
 
     def _product(self, x: Tensor) -> Tensor:
@@ -92,6 +149,37 @@ class PackedLinearWeight(LinearWeight):
         else:
             product = self._product(x)
         return product if out is None else out.copy_(product)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What a product of few rows takes over from the kernels beside it.
+
+    ``norm``: the RMSNorm in front of it, and the addition to the residual stream behind it. ``swiglu``: the
+    activation between gate-up and down product.
+    """
+
+    norm: bool = False
+    swiglu: bool = False
+
+
+NO_FUSION = Fusion()
+
+
+def fusion(x: Tensor, weight: LinearWeight) -> Fusion:
+    """What to fuse in a layer whose hidden states are ``x`` ``[rows, hidden]`` and whose weights are like ``weight``.
+
+    Chosen from the time of all products of a step on an H200, in bf16, with what stands between them but attention.
+    One row, hidden size 1,024: 0.462 ms with nothing fused, 0.439 with everything, 0.429 without SwiGLU. With 2,048
+    and 4,096 the norm is better alone (0.682 against 0.737 ms, 3.63 against 3.74), for each of the many programs of
+    such a product reads and normalises the whole row anew, while fused SwiGLU gains 2 and 27 us. 16 rows, hidden
+    size 1,024: 0.613 ms with nothing fused, 0.650 with all but SwiGLU, 0.624 with all, 0.590 with all but the norm.
+    """
+    rows, hidden = x.shape
+    if not x.is_cuda or rows > 16 or weight.kind != "dense" or x.dtype == torch.float32 or not fast_path():
+        return NO_FUSION
+    alone = rows == 1 and hidden <= 1024
+    return Fusion(norm=alone, swiglu=not alone)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -128,3 +216,34 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
         ``[rows, out_features]``: ``out`` where it was given.
     """
     return weight.apply(x, out)
+
+
+def fused_linear(
+    x: Tensor,
+    weight: LinearWeight,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+) -> Tensor:
+    """A product with what stands in front of it and behind it, in one kernel where there is one.
+
+    Args:
+        x: ``[rows, in_features]`` in the weight's dtype.
+        weight: the weight, stored densely.
+        norm_weight: ``[in_features]``: multiply ``rms_norm(x, norm_weight, eps)`` rather than ``x``.
+        eps: of the norm.
+        residual: ``[rows, out_features]``, added to the product.
+        swiglu: the weight holds gate rows, then as many up rows: return ``silu(gate) * up``,
+            ``[rows, out_features / 2]``; not together with ``residual``.
+
+    Returns:
+        A new tensor in the dtype of ``x``. What the kernel rounds only once the reference rounds after each operation.
+
+    Raises:
+        ValueError: ``swiglu`` and ``residual`` together.
+    """
+    if swiglu and residual is not None:
+        raise ValueError("swiglu and residual exclude each other: the addition belongs to the product behind")
+    return weight.apply_fused(x, norm_weight, eps, residual, swiglu)

@@ -84,8 +84,12 @@ class ModelConfig:
             "max_position_embeddings",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or value <= 0:
-                raise ModelError(f"the configuration gives {name} = {value!r}; it must be a whole number above 0")
+            if not isinstance(value, int) or not 0 < value < 1 << 31:
+                raise ModelError(
+                    f"the configuration gives {name} = {value!r}; it must be a whole number above 0 and below 2**31"
+                )
+        if not 0.0 <= self.rms_norm_eps < 1.0:
+            raise ModelError(f"the configuration gives rms_norm_eps = {self.rms_norm_eps!r}; it must be in [0, 1)")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from mainspring.kernels.activation import silu_and_mul
-from mainspring.kernels.attention import decode_attention, prefill_attention
+from mainspring.kernels.attention import prefill_attention, rope_and_decode_attention
 from mainspring.kernels.norm import add_rms_norm, rms_norm
 from mainspring.kernels.rope import rope_and_cache, rope_table
+from mainspring.kernels.seats import embed
 from mainspring.models.config import ModelConfig
 from mainspring.models.inputs import ModelInputs
 from mainspring.models.linear import Linear
@@ -31,6 +32,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
         return rms_norm(x, self.weight, self.eps)
+
+    @property
+    def settings(self) -> tuple[Tensor, float]:
+        """Weight and eps, for a product that takes the norm over."""
+        return self.weight, self.eps
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Norm of `x + residual`, and that sum."""
@@ -60,34 +66,42 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, inputs: ModelInputs, cache: tuple[Tensor, Tensor], cos_sin: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes this step's keys and values into `cache` first."""
+        return self.o_proj(self.attend(self.qkv_proj(x), inputs, cache, cos_sin))
+
+    def fused(
+        self, stream: Tensor, norm: RMSNorm, inputs: ModelInputs, cache: tuple[Tensor, Tensor], cos_sin: Tensor
+    ) -> Tensor:
+        """stream [T, hidden] -> stream + forward(norm(stream)), norm and addition inside the two products."""
+        qkv = self.qkv_proj.fused(stream, norm=norm.settings)
+        return self.o_proj.fused(self.attend(qkv, inputs, cache, cos_sin), residual=stream)
+
+    def attend(self, qkv: Tensor, inputs: ModelInputs, cache: tuple[Tensor, Tensor], cos_sin: Tensor) -> Tensor:
+        """qkv [T, q + k + v] -> what the heads saw [T, q]; writes keys and values into `cache` first."""
         k_cache, v_cache = cache
-        q = rope_and_cache(
-            self.qkv_proj(x),
-            cos_sin,
-            inputs.positions,
-            inputs.slots,
-            k_cache,
-            v_cache,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-        )
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        positions, slots, tables, lengths = inputs.positions, inputs.slots, inputs.block_tables, inputs.seq_lens
         if inputs.query_starts is None:
-            attended = decode_attention(
-                q, k_cache, v_cache, inputs.block_tables, inputs.seq_lens, self.scale, self.window
-            )
-        else:
-            attended = prefill_attention(
-                q,
+            attended = rope_and_decode_attention(
+                qkv,
+                cos_sin,
+                positions,
+                slots,
                 k_cache,
                 v_cache,
-                inputs.block_tables,
-                inputs.query_starts,
-                inputs.seq_lens,
+                tables,
+                lengths,
                 self.scale,
                 self.window,
+                q_weight,
+                k_weight,
+                self.eps,
             )
-        return self.o_proj(attended.reshape(-1, self.q_size))
+        else:
+            q = rope_and_cache(qkv, cos_sin, positions, slots, k_cache, v_cache, q_weight, k_weight, self.eps)
+            starts = inputs.query_starts
+            attended = prefill_attention(q, k_cache, v_cache, tables, starts, lengths, self.scale, self.window)
+        return attended.reshape(-1, self.q_size)
 
 
 class MLP(nn.Module):
@@ -102,7 +116,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        if self.gate_up_proj.fusion(x).swiglu:
+            return self.down_proj(self.gate_up_proj.fused(x, swiglu=True))
         return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+
+    def fused(self, stream: Tensor, norm: RMSNorm) -> Tensor:
+        """stream [T, hidden] -> stream + forward(norm(stream)), norm and addition inside the two products."""
+        gate_up = self.gate_up_proj.fused(stream, norm=norm.settings)
+        return self.down_proj.fused(silu_and_mul(gate_up), residual=stream)
 
 
 class DecoderLayer(nn.Module):
@@ -123,8 +144,14 @@ class DecoderLayer(nn.Module):
         inputs: ModelInputs,
         cache: tuple[Tensor, Tensor],
         cos_sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """(what the layer before added [T, hidden], residual stream [T, hidden] or None) -> the same pair."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """(what the layer before added [T, hidden], residual stream [T, hidden] or None) -> the same pair.
+
+        Without a residual stream, x is the stream itself: nothing waits to be added.
+        """
+        if residual is None and self.self_attn.qkv_proj.fusion(x).norm:
+            x = self.self_attn.fused(x, self.input_layernorm, inputs, cache, cos_sin)
+            return self.mlp.fused(x, self.post_attention_layernorm), None
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
@@ -146,7 +173,7 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, hidden]."""
-        return nn.functional.embedding(token_ids, self.weight)
+        return embed(token_ids, self.weight)
 
 
 class DecoderBody(nn.Module):

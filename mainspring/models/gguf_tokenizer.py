@@ -91,11 +91,15 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Any, bool]:
 
     rule = pre_tokenizer(file.get("tokenizer.ggml.pre", None), str(file.path))
     merges: list[str] = file.get("tokenizer.ggml.merges")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pairs = [merge.partition(" ")[::2] for merge in merges]
+    for pair in pairs:  # which the library would answer with a panic that is no Exception
+        if not all(part in vocab for part in (*pair, "".join(pair))):
+            raise ModelError(f"{file.path} has merges that do not fit its vocabulary ({pair!r}); the file is damaged")
     try:
         model = models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=pairs,  # type: ignore[arg-type]
+            vocab=vocab,
+            merges=pairs,
             ignore_merges=rule.ignore_merges,
         )
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mainspring.kernels.linear import LinearWeight, linear, pack_linear
+from mainspring.kernels.linear import Fusion, LinearWeight, fused_linear, fusion, linear, pack_linear
 
 
 class Linear(nn.Module):
@@ -51,6 +51,22 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [tokens, in_features] -> [tokens, out_features], written into `out` when one is given."""
         return linear(x, self._product, out)
+
+    def fusion(self, x: Tensor) -> Fusion:
+        """What to fuse in a layer with products like this one, for its hidden states x [tokens, hidden]."""
+        return fusion(x, self._product)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual: Tensor | None = None,
+        swiglu: bool = False,
+    ) -> Tensor:
+        """This layer behind an RMSNorm (weight, eps) and in front of an addition or of SwiGLU, in one kernel."""
+        norm_weight, eps = norm if norm is not None else (None, 0.0)
+        return fused_linear(x, self._product, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu)
 
     @torch.no_grad()
     def pack(self) -> None:

@@ -32,6 +32,18 @@ def load_config(source: ModelSource) -> ModelConfig:
 
     Raises `ModelError` for a model that is damaged, not supported, or wants remote code.
     """
+    try:
+        return _read_config(source)
+    except (TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(
+            f"the configuration of {source.name} holds something that cannot be understood "
+            f"({type(error).__name__}: {error}); download it again"
+        ) from error
+
+
+def _read_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
         return gguf_config(source.gguf)
     path = source.path / "config.json"

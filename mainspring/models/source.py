@@ -53,9 +53,13 @@ def resolve(model: str | Path, *, weights: bool = True) -> ModelSource:
     if name == EMBEDDED_MODEL:
         return ModelSource("gguf", embedded_model_path(), name)
     path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ModelError(f"{name[:80]!r} cannot be looked up as a path: {error.strerror}") from error
+    if is_folder:
         return _from_folder(path, name)
-    if path.is_file():
+    if is_file:
         return _from_file(path, name)
     if isinstance(model, Path) or name.startswith((".", "~", "/", "\\")):
         raise ModelError(f"there is no file or folder {name}")

@@ -16,7 +16,15 @@ def load_tokenizer(source: ModelSource) -> Any:
     Raises `ModelError` when there is none, it is damaged, or it wants remote code.
     """
     if source.kind == "gguf":
-        return gguf_tokenizer(source.gguf)
+        try:
+            return gguf_tokenizer(source.gguf)
+        except (TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(
+                f"the tokenizer in {source.path} holds something that cannot be understood "
+                f"({type(error).__name__}: {error}); the file is damaged"
+            ) from error
     from transformers import AutoTokenizer
 
     settings = source.path / "tokenizer_config.json"

@@ -28,6 +28,7 @@ class FakeLLM:
     fails_with: ClassVar[BaseException | None] = None
     interrupt_after: ClassVar[int | None] = None
     """Ctrl-C comes when this many pieces of an answer have been taken."""
+    sampling_defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: str, **options: Any) -> None:
         self.options = {"model": model, **options}

@@ -35,10 +35,10 @@ def test_an_unknown_name_is_refused_with_the_nearest(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--temperature", "-1"], "temperature is -1.0; it is a number in [0, inf)"),
+        (["--temperature", "-1"], "temperature is -1.0; it is a number in [0, 3.4e+38]"),
         (["--top-p", "0"], "top_p is 0.0; it is a number in (0, 1]"),
         (["--max-tokens", "0"], "max_tokens is 0; it is an integer >= 1"),
-        (["-n", "2"], "n is 2 at temperature 0"),
+        (["-n", "2", "--temperature", "0"], "n is 2 at temperature 0"),
         (["--stop", ""], "stop holds an empty text"),
         (["--kv-cache-memory", "2 GiBs"], "'2 GiBs' is not a number of bytes; write 1073741824, 512MiB"),
         (["--cudagraph-capture-sizes", "1,two"], "'1,two' is not a list of batch sizes; write 1,2,4"),

@@ -69,6 +69,19 @@ def test_sampling_options_reach_the_request(invoke: Invoke, fake: type[FakeLLM])
     assert (params.min_p, params.seed, params.stop, params.ignore_eos) == (0.1, 7, ("a", "b\n"), True)
 
 
+def test_what_is_not_given_is_the_models_default(
+    invoke: Invoke, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "sampling_defaults", {"temperature": 0.6, "top_k": 20, "max_tokens": 50})
+    invoke("generate", "x", "--top-k", "7", "--generation-config", "auto")
+    params = fake.made[-1].params[-1]
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 7, 50)
+    assert fake.made[-1].options["generation_config"] == "auto"
+    assert invoke("generate", "x", "-n", "2").exit_code == 0
+    monkeypatch.setattr(fake, "sampling_defaults", {})
+    assert invoke("generate", "x", "-n", "2").exit_code == 2
+
+
 def test_prompts_come_from_arguments_files_and_the_standard_input(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("from é\nfile\n", encoding="utf-8")

@@ -140,11 +140,14 @@ def test_a_signal_ends_a_process_in_the_middle_of_generate(number: signal.Signal
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode in ((-number, 1, 130) if number is signal.SIGINT else (-number,))
     assert "Segmentation" not in errors
     if number is signal.SIGINT:

@@ -128,3 +128,36 @@ def test_long_prompts_in_chunks_give_what_one_chunk_gives(make_tiny: MakeLLM) ->
     whole = make_tiny(max_num_batched_tokens=512).generate(prompts, GREEDY)
     chunked = make_tiny(max_num_batched_tokens=13).generate(prompts, GREEDY)
     assert [ids(output) for output in whole] == [ids(output) for output in chunked]
+
+
+@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_a_prefix_hit_alone_and_in_company_gives_the_tokens_of_a_cold_start(
+    make_tiny: MakeLLM, params: SamplingParams
+) -> None:
+    shared = [(5 * i) % 250 for i in range(48)]
+    prompts = [{"prompt_token_ids": [*shared, 7 + i]} for i in range(4)]
+    cold = [ids(make_tiny(enable_prefix_caching=False).generate(prompt, params)[0]) for prompt in prompts]
+    llm = make_tiny()
+    assert ids(llm.generate(prompts[0], params)[0]) == cold[0]
+    alone = llm.generate(prompts[1], params)[0]
+    together = llm.generate(prompts, params)
+    assert alone.num_cached_tokens == 48
+    assert [output.num_cached_tokens for output in together] == [48] * 4
+    assert ids(alone) == cold[1]
+    assert [ids(output) for output in together] == cold
+    stats = llm.stats()
+    assert stats.prefix_hit_tokens == 5 * 48
+    assert stats.prefix_queried_tokens == 6 * 49
+
+
+def test_three_choices_are_what_three_requests_get(make_tiny: MakeLLM) -> None:
+    """Draws that leave one token are the same for each choice; the prompt's blocks are shared, not computed thrice."""
+    llm = make_tiny()
+    prompt = {"prompt_token_ids": [(3 * i) % 250 for i in range(40)]}
+    three = SamplingParams(temperature=1.0, top_k=1, n=3, max_tokens=20, ignore_eos=True)
+    one = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = [ids(output) for output in make_tiny().generate([prompt] * 3, one)]
+    choices = llm.generate(prompt, three)[0].outputs
+    assert [list(choice.token_ids) for choice in choices] == expected
+    assert llm.stats().prefix_hit_tokens == 2 * 32
+    assert llm.core.scheduler.pool.num_free == llm.core.memory.num_blocks

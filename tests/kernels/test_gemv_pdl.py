@@ -8,7 +8,6 @@ wrong, or the test would prove nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
+pytest.importorskip("triton")
+from pdl_race import Case, check_done, check_reads, check_writes  # noqa: E402
 
 from mainspring.kernels.triton.gemv_common import Epilogue, Prologue, WeightOperand, pdl_supported  # noqa: E402
 from mainspring.kernels.triton.gemv_ops import head_argmax, reduce_argmax, skinny_matmul  # noqa: E402
@@ -28,39 +27,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not pdl_supported(torch.device("cuda")), reason="needs programmatic dependent launch"),
 ]
-DELAY = 3_000_000  # nanoseconds: far above the time a launch takes on the CPU
 N, K = 512, 512
-
-
-@triton.jit
-def _late_copy_kernel(source_ptr, target_ptr, count, nanoseconds, BLOCK: tl.constexpr):
-    """Let dependents start, wait, idle, then copy bytes."""
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
-    begin = tl.extra.cuda.globaltimer()
-    now = begin
-    while now - begin < nanoseconds:
-        now = tl.extra.cuda.globaltimer()
-    # A clock never runs backwards, but the compiler cannot know: the copy has to stay behind the loop.
-    skew = tl.where(now < begin, 1, 0)
-    for start in range(0, count, BLOCK):
-        at = start + skew + tl.arange(0, BLOCK)
-        tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at < count), mask=at < count)
-
-
-def late_copy(source: torch.Tensor, target: torch.Tensor, nanoseconds: int = DELAY) -> None:
-    """Copy ``source`` to ``target``, both contiguous, after idling."""
-    raw, to = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
-    _late_copy_kernel[(1,)](raw, to, raw.numel(), nanoseconds, BLOCK=1024, num_warps=4, launch_pdl=True)
-
-
-@dataclass
-class Case:
-    """A kernel under test: ``run(wait, pdl)`` reads ``source`` and writes ``target``."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-    run: Callable[[bool, bool], object]
 
 
 def product_case(tile: Tile, rows: int, prologue: Prologue, epilogue: Epilogue, residual: bool) -> Case:
@@ -144,99 +111,18 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def perform(work: Callable[[], None], recorded: bool) -> None:
-    """Run ``work`` on a stream of its own, or record and replay it."""
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    if not recorded:
-        with torch.cuda.stream(stream):
-            work()
-    else:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            work()
-        graph.replay()
-    torch.cuda.synchronize()
-
-
-def compiled(case: Case) -> Case:
-    """Compile everything, so that nothing stands between two launches."""
-    for wait in (True, False):
-        case.run(wait, True)
-    case.run(True, False)
-    late_copy(case.source, torch.empty_like(case.source), 0)
-    late_copy(case.target, torch.empty_like(case.target), 0)
-    return case
-
-
 @pytest.mark.parametrize("recorded", [False, True], ids=["stream", "graph"])
 @pytest.mark.parametrize("name", CASES)
 def test_reads_only_after_the_wait(name: str, recorded: bool) -> None:
-    case = compiled(CASES[name]())
-    old, new = case.source.clone(), torch.randn_like(case.source)
-    case.source.copy_(new)
-    case.target.zero_()
-    case.run(True, False)
-    wanted = case.target.clone()
-
-    def answer(wait: bool) -> torch.Tensor:
-        case.source.copy_(old)
-        case.target.zero_()
-
-        def work() -> None:
-            late_copy(new, case.source)
-            case.run(wait, True)
-
-        perform(work, recorded)
-        return case.target.clone()
-
-    assert torch.equal(answer(wait=True), wanted)
-    assert not torch.equal(answer(wait=False), wanted), "right without its wait: the test proves nothing"
+    check_reads(CASES[name](), recorded)
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["stream", "graph"])
 @pytest.mark.parametrize("name", CASES)
 def test_writes_only_after_the_wait(name: str, recorded: bool) -> None:
-    case = compiled(CASES[name]())
-    old = torch.full_like(case.target, 7)
-
-    def seen(wait: bool) -> torch.Tensor:
-        case.target.copy_(old)
-        kept = torch.zeros_like(old)
-
-        def work() -> None:
-            late_copy(case.target, kept)
-            case.run(wait, True)
-
-        perform(work, recorded)
-        return kept
-
-    assert torch.equal(seen(wait=True), old), "overwrote what the kernel in front was still to read"
-    assert not torch.equal(seen(wait=False), old), "right without its wait: the test proves nothing"
+    check_writes(CASES[name](), recorded)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_done_only_after_the_kernels_in_front(name: str) -> None:
-    """A kernel two places behind relies on the one between: done must mean that all before it are done."""
-    case = compiled(CASES[name]())
-    new = torch.randn(256, device="cuda")
-
-    def seen(wait: bool) -> torch.Tensor:
-        buffer, kept = torch.zeros_like(new), torch.zeros_like(new)
-
-        def work() -> None:
-            late_copy(new, buffer)
-            case.run(wait, True)
-            late_copy(buffer, kept, 0)
-
-        perform(work, recorded=True)
-        return kept
-
-    assert torch.equal(seen(wait=True), new)
-    if name not in (
-        "vector, arg-max",
-        "dot, arg-max",
-        "mma, arg-max",
-        "ring, arg-max",
-    ):  # their second stage still waits
-        assert not torch.equal(seen(wait=False), new), "right without its wait: the test proves nothing"
+@pytest.mark.parametrize("name", ["vector", "dot", "mma", "ring", "qkv, q"])
+def test_done_means_that_the_kernels_in_front_are_done(name: str) -> None:
+    check_done(CASES[name]())

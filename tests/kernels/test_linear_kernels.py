@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from naive_formulas import assert_close
+from naive_formulas import assert_close, naive_rms_norm
 
 from mainspring.kernels import LinearWeight, linear, pack_linear
+from mainspring.kernels.linear import Fusion, fused_linear, fusion
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,3 +62,46 @@ def test_wrong_shapes_are_named() -> None:
         LinearWeight(torch.randn(4))
     with pytest.raises(ValueError, match=r"bias \[3\] does not fit weight \[4, 8\]"):
         LinearWeight(torch.randn(4, 8), torch.randn(3))
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_a_fused_product_is_the_operations_that_it_stands_for(swiglu: bool) -> None:
+    x, w, b, g = (torch.randn(shape, dtype=torch.float64).float() for shape in ((3, 48), (32, 48), (32,), (48,)))
+    residual = None if swiglu else torch.randn(3, 32)
+    out = fused_linear(x, LinearWeight(w, b), norm_weight=g, eps=1e-5, residual=residual, swiglu=swiglu)
+    expected = naive_rms_norm(x, g, 1e-5) @ w.double().T + b
+    if swiglu:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = gate * torch.sigmoid(gate) * up
+    assert_close(out, expected if residual is None else expected + residual)
+
+
+def test_swiglu_and_residual_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        fused_linear(torch.zeros(1, 8), LinearWeight(torch.zeros(4, 8)), residual=torch.zeros(1, 4), swiglu=True)
+
+
+def test_nothing_is_fused_on_a_cpu() -> None:
+    assert fusion(torch.zeros(1, 1024, dtype=torch.bfloat16), LinearWeight(torch.zeros(4, 1024))) == Fusion()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64])
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (6144, 1024), (96, 576), (40, 104)])
+def test_products_on_a_gpu_equal_the_formula(dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    x, w = torch.randn(rows, k, device="cuda").to(dtype), (torch.randn(n, k, device="cuda") * k**-0.5).to(dtype)
+    g, b, r = (torch.randn(size, device="cuda").to(dtype) for size in ((k,), (n,), (rows, n)))
+    weight = LinearWeight(w, b)
+    plain = x.double() @ w.double().T + b.double()
+    assert_close(linear(x, weight), plain)
+    given = torch.full((rows + 1, n), torch.nan, dtype=dtype, device="cuda")
+    assert_close(linear(x, weight, out=given[:rows]), plain)
+    assert bool(given[rows:].isnan().all())
+    normed = naive_rms_norm(x, g, 1e-5) @ w.double().T + b.double()
+    # In 16 bits the norm's result is rounded once more, over k products.
+    loose = torch.bfloat16 if dtype == torch.float16 else dtype
+    assert_close(fused_linear(x, weight, norm_weight=g, eps=1e-5, residual=r), normed + r.double(), loose)
+    gate, up = normed.chunk(2, dim=-1)
+    fused = fused_linear(x, weight, norm_weight=g, eps=1e-5, swiglu=True)
+    assert_close(fused, gate * torch.sigmoid(gate) * up, loose)

@@ -201,3 +201,17 @@ def test_stop_ids_outside_the_vocabulary_touch_nothing() -> None:
     before = logits.clone()
     mask_stop_ids(logits, torch.tensor([[-1, 10], [-7, 999]], dtype=torch.int32), torch.tensor([True, True]))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_k": 200}, {"top_p": 0.9}, {"min_p": 0.1}])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("width", [1, 300])
+def test_a_row_that_is_not_finite_gives_an_id_and_leaves_the_others_alone(
+    settings: dict[str, float], value: float, width: int
+) -> None:
+    logits = torch.randn(3, 300)
+    expected = draw(logits, **settings)
+    logits[1, 7 : 7 + width] = value
+    tokens = draw(logits, **settings)
+    assert 0 <= int(tokens[1]) < 300
+    assert tokens[[0, 2]].tolist() == expected[[0, 2]].tolist()

@@ -24,10 +24,16 @@ import triton.language as tl  # noqa: E402
 
 from mainspring.kernels import filters, noise, rope_table  # noqa: E402
 from mainspring.kernels import sampling as reference  # noqa: E402
+from mainspring.kernels import seats as seats_reference  # noqa: E402
 from mainspring.kernels.triton import activation, kv_cache, norm, rope, sampling  # noqa: E402
 from mainspring.kernels.triton import filters as triton_filters  # noqa: E402
 from mainspring.kernels.triton import noise as triton_noise  # noqa: E402
-from mainspring.kernels.triton.decode_attention import decode_attention, plan_splits  # noqa: E402
+from mainspring.kernels.triton import seats as triton_seats  # noqa: E402
+from mainspring.kernels.triton.decode_attention import (  # noqa: E402
+    decode_attention,
+    plan_splits,
+    rope_and_decode_attention,
+)
 from mainspring.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -182,6 +188,57 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...], window: in
     out = decode_attention(q, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, scale, window, num_splits=splits)
     assert_close(out, naive_decode(q, case, scale, window))
     assert torch.equal(out[0], torch.zeros_like(out[0]))
+
+
+def rotate_by(table: torch.Tensor, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate in fp64 by the table's own angles, which are rounded to fp32 as the models' are."""
+    cos, sin = table[positions].double().unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), shape_and_dtype([(2, 3, 64, 16), (1, 2, 128, 16), (2, 1, 80, 8)]))
+@pytest.mark.parametrize(
+    ("window", "splits", "normed"), [(0, 0, True), (0, 1, False), (0, 3, True), (20, 2, False), (1, 1, True)]
+)
+def test_rotation_cache_and_attention_in_one(
+    dtype: torch.dtype, shape: tuple[int, ...], window: int, splits: int, normed: bool
+) -> None:
+    """The new key is in no cache: the row's slot holds NaN before, and its key and value after."""
+    kv_heads, group, head_dim, block_size = shape
+    case = paged_case(EDGES, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    on = case.to(DEVICE)
+    heads = kv_heads * group
+    qkv = torch.randn(len(EDGES), (heads + 2 * kv_heads) * head_dim, device=DEVICE).to(dtype)
+    qkv[0] = torch.nan
+    weights = [(1 + 0.2 * torch.randn(head_dim, device=DEVICE)).to(dtype) for _ in range(2)] if normed else [None] * 2
+    inv_freq = torch.rand(head_dim // 2, device=DEVICE)
+    table = rope_table(inv_freq, LONGEST)
+    positions = (on.seq_lens - 1).clamp(min=0).long()
+    blocks = on.block_tables.long().gather(1, (positions // block_size)[:, None])[:, 0]
+    slots = torch.where(on.seq_lens > 0, blocks * block_size + positions % block_size, -1)
+    split = qkv.view(len(EDGES), -1, head_dim)
+    q, k, v = split[:, :heads].double(), split[:, heads : heads + kv_heads].double(), split[:, heads + kv_heads :]
+    if normed:
+        q, k = naive_rms_norm(q, weights[0], 1e-6), naive_rms_norm(k, weights[1], 1e-6)
+    q, k = rotate_by(table, q, positions), rotate_by(table, k, positions)
+    flat_k, flat_v = on.k_cache.view(-1, kv_heads, head_dim), on.v_cache.view(-1, kv_heads, head_dim)
+    flat_k[slots[1:]], flat_v[slots[1:]] = torch.nan, torch.nan
+    untouched = [torch.ones(flat_k.shape[0], dtype=torch.bool, device=DEVICE).index_fill(0, slots[1:], False)]
+    before = flat_k[untouched[0]].clone(), flat_v[untouched[0]].clone()
+    for row in range(1, len(EDGES)):
+        case.keys[row][-1], case.values[row][-1] = k[row].to(dtype).cpu(), v[row].cpu()
+    scale = head_dim**-0.5
+    out = rope_and_decode_attention(
+        qkv, table, positions, slots, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, scale, window, *weights,
+        1e-6, num_splits=splits,
+    )  # fmt: skip
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    assert_close(out[1:], naive_decode(q, case, scale, window)[1:])
+    assert_close(flat_k[slots[1:]], k[1:])
+    assert torch.equal(flat_v[slots[1:]], v[1:])
+    for now, then in zip((flat_k, flat_v), before, strict=True):
+        assert torch.equal(now[untouched[0]].nan_to_num(9.0), then.nan_to_num(9.0)), "wrote to another slot"
 
 
 def test_decode_attention_takes_strided_queries() -> None:
@@ -358,6 +415,60 @@ def test_stop_ids(dtype: torch.dtype) -> None:
     reference.mask_stop_ids_reference(expected, stop_ids, active)
     sampling.mask_stop_ids(logits, stop_ids.to(DEVICE), active.to(DEVICE))
     assert torch.equal(logits.cpu(), expected)
+
+
+def seat_state(seats: int, max_blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random seats, some dead, some without a block for their position, some at the end of their tables."""
+    generator = torch.Generator().manual_seed(11)
+    state = torch.randint(0, 5, (7, seats + 1), dtype=torch.int32, generator=generator)
+    state[1] = torch.randint(0, max_blocks * 4 + 3, (seats + 1,), dtype=torch.int32, generator=generator)
+    state[2] = (torch.rand(seats + 1, generator=generator) < 0.8).int()
+    state[3:5] = torch.randint(-1, 4, (2, seats + 1), dtype=torch.int32, generator=generator)
+    state[:, seats] = 0
+    tables = torch.randint(0, 50, (seats + 1, max_blocks), dtype=torch.int32, generator=generator)
+    tables[torch.rand(tables.shape, generator=generator) < 0.2] = 0
+    tables[seats] = 0
+    stop_ids = torch.randint(-1, 5, (3, seats + 1), dtype=torch.int32, generator=generator)
+    return state.to(DEVICE), tables.to(DEVICE), stop_ids.to(DEVICE)
+
+
+@pytest.mark.parametrize(("rows", "max_blocks"), [(1, 1), (9, 5), (150, 40), (4, 1500)])
+def test_rows_find_their_seats(rows: int, max_blocks: int) -> None:
+    state, tables, _ = seat_state(160, max_blocks)
+    served = torch.randperm(160)[:rows].int().to(DEVICE)
+    served[rows // 2 + 1 :] = -1
+    got = triton_seats.gather_seats(served, state, tables, 4)
+    wanted = seats_reference.gather_seats_reference(served, state, tables, 4)
+    assert not bool(wanted[1][rows // 2 + 1 :].any())
+    for mine, right in zip(got, wanted, strict=True):
+        assert mine.dtype == right.dtype and torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 150])
+def test_seats_move_on_and_tokens_reach_the_ring(rows: int) -> None:
+    state, _, stop_ids = seat_state(160, 5)
+    seats = torch.randperm(160)[:rows].to(DEVICE)
+    seats[rows // 2 + 1 :] = 160
+    runs = (torch.rand(rows).to(DEVICE) < 0.7) & (seats < 160)
+    ring = torch.full((4, rows + 3, 2), -7, dtype=torch.int32, device=DEVICE)
+    step = torch.tensor([6], device=DEVICE)
+    other = [tensor.clone() for tensor in (state, ring, step)]
+    for turn in range(3):
+        tokens = torch.randint(0, 5, (rows,), device=DEVICE)
+        served = torch.full_like(seats, 160) if turn == 1 else seats
+        working = runs & (served < 160)
+        triton_seats.advance_seats(tokens, served, working, state, stop_ids, ring, step)
+        seats_reference.advance_seats_reference(tokens, served, working, other[0], stop_ids, other[1], other[2])
+        for mine, right in zip((state, ring, step), other, strict=True):
+            assert torch.equal(mine, right)
+    assert step.item() == 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_rows_of_the_table(dtype: torch.dtype) -> None:
+    weight = torch.randn(30, 1100, device=DEVICE).to(dtype)
+    ids = torch.tensor([29, 0, 7, 7], device=DEVICE)
+    assert torch.equal(triton_seats.embed(ids, weight), weight[ids])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")

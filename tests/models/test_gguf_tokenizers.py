@@ -189,6 +189,26 @@ def test_other_vocabularies_and_damaged_ones_are_refused(tmp_path: Path) -> None
         load_tokenizer(resolve(path))
 
 
+@pytest.mark.parametrize("merges", [["a c"], ["zz b"], ["ab"], [""], ["a b c"]])
+def test_merges_outside_the_vocabulary_are_a_model_error(tmp_path: Path, merges: list[str]) -> None:
+    path = write(
+        tmp_path / "t.gguf", "gpt2", ["<s>", "</s>", "a", "b", "c", "ab"], [NORMAL] * 6, merges=merges, pre="gpt-2"
+    )
+    with pytest.raises(ModelError, match="damaged"):
+        load_tokenizer(resolve(path))
+
+
+def test_numbers_that_are_no_numbers_are_a_model_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.gguf", "llama", ["<unk>", "<s>", "</s>", "a"], [UNKNOWN, CONTROL, CONTROL, NORMAL])
+    with pytest.raises(ModelError, match="damaged|lacks|incomplete"):
+        load_tokenizer(resolve(path))
+    source = resolve(path)
+    source.gguf.metadata["tokenizer.ggml.scores"] = ["x"] * 4
+    source.gguf.metadata["tokenizer.ggml.bos_token_id"] = "one"
+    with pytest.raises(ModelError, match="cannot be understood"):
+        load_tokenizer(source)
+
+
 def test_folders_bring_their_own_tokenizer_and_refuse_code(
     llama_folder: Path, tmp_path: Path, change_json: Any
 ) -> None:

@@ -202,3 +202,35 @@ def test_unknown_load_format_and_length_are_refused(llama_folder: Path) -> None:
         load_model(resolve(llama_folder), load_format="pickle")
     with pytest.raises(ModelError, match="max_model_len 0"):
         load_model(resolve(llama_folder), max_model_len=0)
+
+
+JUNK = [-1, 0, 1.5, "x", [], {}, True, 2**70, float("nan"), [1, 2], {"a": 1}]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["architectures", "auto_map", "head_dim", "hidden_size", "num_hidden_layers", "max_position_embeddings"]
+    + ["rms_norm_eps", "vocab_size", "sliding_window", "eos_token_id", "rope_parameters", "rope_scaling"],
+)
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_junk_in_a_configuration_is_a_model_error_or_harmless(tmp_path: Path, key: str, kind: str) -> None:
+    for junk in JUNK:
+        (tmp_path / "config.json").write_text(json.dumps({**RAW, "architectures": [kind], key: junk}))
+        try:
+            config = load_config(resolve(tmp_path))
+        except ModelError:
+            continue
+        assert isinstance(config, ModelConfig)
+
+
+@pytest.mark.parametrize("ids", ["x", [1, "a"], {"a": 1}, 1.5])
+def test_junk_in_a_generation_configuration_is_a_model_error(tmp_path: Path, ids: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ModelError, match="cannot be understood"):
+        load_config(resolve(tmp_path))
+
+
+def test_a_name_too_long_for_a_path_is_a_model_error() -> None:
+    with pytest.raises(ModelError, match="cannot be looked up"):
+        resolve("x" * 5000)

@@ -8,11 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mainspring.kernels.triton import pdl
+from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -30,5 +35,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     rows = out.numel() // size
     if rows:
-        _silu_and_mul_kernel[(rows, triton.cdiv(size, _BLOCK))](gate_up, out, size, BLOCK=_BLOCK)
+        _silu_and_mul_kernel[(rows, triton.cdiv(size, _BLOCK))](
+            gate_up, out, size, BLOCK=_BLOCK, **pdl.options(pdl.mode(out.device))
+        )
     return out

@@ -1,19 +1,30 @@
-"""Triton kernels of paged decode attention with split keys (flash-decoding, Dao et al. 2023).
+"""Triton kernel of paged decode attention with split keys (flash-decoding, Dao et al. 2023).
 
-One program attends for one row, one key head (with all query heads that share it) and one split of the
-row's keys; a second kernel combines the splits. How many splits there are follows from the batch and the
-width of the block tables, so it is fixed when recorded; how long a split is follows from the row's length,
-on the device, and programs that have no keys leave at once.
+One program attends for one row, one key head (with all query heads that share it) and one split of the row's keys.
+How many splits there are follows from the batch and the width of the block tables, so it is fixed when recorded; how
+many of them have keys follows from the row's length, on the device, and programs without keys leave at once. The
+splits take runs of keys in turn, so that where a split begins does not depend on the length. A row that one split
+holds is finished by it; of several, the last to be done puts them together, always in the same order: they count
+themselves in memory, and the last one leaves the counter at zero.
+
+With ``FUSED`` the kernel also does what stands between the QKV product and attention: each program rotates (and
+normalises) its own query heads, and the first split of a row does so with the new key, attends to it from registers
+and writes key and value to the cache.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mainspring.kernels.triton import pdl
+from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -22,17 +33,91 @@ TARGET_PROGRAMS = 264
 #: The fewest keys worth a split of their own where the batch fills the device already.
 LONG_SPLIT = 512
 MAX_SPLITS = 128
+#: Elements of the splits' sums that are put together at a time: 64 registers of a thread.
+COMBINED_AT_ONCE = 8192
 
 
 @triton.jit
-def _split_range(length, window, num_splits, MIN_SPLIT: tl.constexpr):
-    """The row's first key, how many it attends to, and how many of them each split takes."""
-    first = 0
-    if window > 0:
-        first = tl.maximum(length - window, 0)
-    count = length - first
-    each = tl.cdiv(tl.cdiv(count, num_splits), MIN_SPLIT) * MIN_SPLIT
-    return first, count, each
+def _load_chunk(
+    k_cache_ptr, v_cache_ptr, block, key, present, kv_head, columns, in_head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [BLOCK_N, BLOCK_D] of the keys ``key`` that are present, in the blocks ``block``."""
+    entry = ((block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    # What lies beyond the keys may be anything, NaN too: it is not loaded.
+    wanted = present[:, None] & in_head[None, :]
+    k = tl.load(k_cache_ptr + entry[:, None] + columns[None, :], mask=wanted, other=0.0)
+    v = tl.load(v_cache_ptr + entry[:, None] + columns[None, :], mask=wanted, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _attend(q, k, v, present, scale, highest, total, attended):
+    """Take a chunk of keys into the running softmax; a first chunk must have at least one key present."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(present[None, :], scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    kept = tl.exp2(highest - higher)
+    total = total * kept + tl.sum(weights, 1)
+    attended = attended * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return higher, total, attended
+
+
+@triton.jit
+def _rotate(x, partner, gain, partner_gain, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """Heads [H, BLOCK_D] in the model's dtype, normalised (where NORM) and rotated, rounded as separate steps are.
+
+    ``partner`` holds at each column the one that it is rotated with, half a head away; ``sin`` is negative in the
+    first half. Columns beyond the head are zero.
+    """
+    wide = x.to(tl.float32)
+    other = partner.to(tl.float32)
+    if NORM:
+        scale = (1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / HEAD_DIM + eps))[:, None]
+        wide = ((wide * scale).to(x.dtype).to(tl.float32) * gain).to(x.dtype).to(tl.float32)
+        other = ((other * scale).to(x.dtype).to(tl.float32) * partner_gain).to(x.dtype).to(tl.float32)
+    return (wide * cos + other * sin).to(x.dtype)
+
+
+@triton.jit
+def _combine(
+    partial_ptr, lse_ptr, out_ptr, head, used, num_splits, out_dtype: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Put the first ``used`` splits of the heads from ``head`` on together and store them.
+
+    Loads go past the first-level cache, which may hold what stood there before the other programs wrote.
+    """
+    splits = tl.arange(0, BLOCK_S)
+    group = tl.arange(0, GROUP)
+    columns = tl.arange(0, BLOCK_D)
+    in_group = group < HEADS_PER_KV
+    inside = in_group[:, None] & (columns < HEAD_DIM)[None, :]
+    highest = tl.full((GROUP,), -1.0e38, tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    combined = tl.zeros((GROUP, BLOCK_D), tl.float32)
+    for start in range(0, used, BLOCK_S):
+        written = start + splits < used
+        place = (head + group)[None, :] * num_splits + (start + splits)[:, None]
+        there = written[:, None] & in_group[None, :]
+        lse = tl.load(lse_ptr + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + place[:, :, None] * HEAD_DIM + columns[None, None, :],
+            mask=written[:, None, None] & inside[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(highest, tl.max(lse, 0))
+        weights = tl.exp2(lse - higher[None, :])
+        kept = tl.exp2(highest - higher)
+        total = total * kept + tl.sum(weights, 0)
+        combined = combined * kept[:, None] + tl.sum(part * weights[:, :, None], 0)
+        highest = higher
+    combined = combined / tl.where(total > 0.0, total, 1.0)[:, None]
+    target = out_ptr + (head + group)[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(target, combined.to(out_dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["window", "num_splits"])
@@ -45,12 +130,23 @@ def _decode_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
+    arrivals_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     scale,
+    eps,
     window,
     num_splits,
     q_row_stride,
     q_head_stride,
     table_stride,
+    max_keys,
+    FUSED: tl.constexpr,
+    NORM: tl.constexpr,
+    WINDOWED: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -60,95 +156,127 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    RUNS: tl.constexpr = MIN_SPLIT // BLOCK_N
+    HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    group = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    in_group = group < HEADS_PER_KV
+    in_head = columns < HEAD_DIM
+    partners = tl.where(columns < HALF, columns + HALF, columns - HALF)
+    head = kv_head * HEADS_PER_KV + group
+    tile = in_group[:, None] & in_head[None, :]
+    q_gain = tl.full((1, BLOCK_D), 1.0, tl.float32)
+    q_partner_gain = q_gain
+    k_gain = q_gain
+    k_partner_gain = q_gain
+    if NORM:
+        q_gain = tl.load(q_weight_ptr + columns, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        q_partner_gain = tl.load(q_weight_ptr + partners, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        k_gain = tl.load(k_weight_ptr + columns, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        k_partner_gain = tl.load(k_weight_ptr + partners, mask=in_head, other=0.0).to(tl.float32)[None, :]
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
+
+    # What may be read without knowing the length is asked for together with it.
     length = tl.load(seq_lens_ptr + row)
-    first, count, each = _split_range(length, window, num_splits, MIN_SPLIT)
-    begin = split * each
-    end = tl.minimum(begin + each, count)
-    # Without splits an empty row is written here, as zeros; with them the second kernel writes it.
-    if (begin < end) | (not SPLIT):
-        group = tl.arange(0, BLOCK_M)
-        columns = tl.arange(0, BLOCK_D)
-        in_group = group < HEADS_PER_KV
-        in_head = columns < HEAD_DIM
-        head = kv_head * HEADS_PER_KV + group
-        tile = in_group[:, None] & in_head[None, :]
-        q = tl.load(
-            q_ptr + row * q_row_stride + head[:, None] * q_head_stride + columns[None, :],
-            mask=tile,
-            other=0.0,
-        )
+    q_row = q_ptr + row * q_row_stride
+    q = tl.load(q_row + head[:, None] * q_head_stride + columns[None, :], mask=tile, other=0.0)
+    if FUSED:
+        position = tl.load(positions_ptr + row).to(tl.int64)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        partner = tl.load(q_row + head[:, None] * q_head_stride + partners[None, :], mask=tile, other=0.0)
+        # The new key and value: heads behind the query heads in each row of the product.
+        key_head = q_row + (NUM_KV_HEADS * HEADS_PER_KV + kv_head) * q_head_stride
+        k_new = tl.load(key_head + columns, mask=in_head, other=0.0)[None, :]
+        k_partner = tl.load(key_head + partners, mask=in_head, other=0.0)[None, :]
+        v_new = tl.load(key_head + NUM_KV_HEADS * q_head_stride + columns, mask=in_head, other=0.0)[None, :]
+    table_ptr = block_tables_ptr + row * table_stride
+    index = split * MIN_SPLIT + tl.arange(0, BLOCK_N)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0)
+    if SPLIT:
+        block = tl.load(table_ptr + (first + index) // BLOCK_SIZE, mask=first + index < max_keys, other=0)
+    # Keys in the cache; with FUSED the row's last one is not there yet, and belongs to the first split.
+    count = length - first
+    if FUSED:
+        count = tl.maximum(count - 1, 0)
+    used = tl.minimum(tl.cdiv(count, MIN_SPLIT), num_splits)
+    if FUSED:
+        used = tl.maximum(used, tl.minimum(length, 1))
+    # An empty row is written by its first split, as zeros.
+    if (split < used) | (split == 0):
+        if SPLIT:
+            # Few rows: what counts is how soon the first keys are there.
+            k, v = _load_chunk(
+                k_cache_ptr, v_cache_ptr, block, first + index, index < count, kv_head, columns, in_head,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+            )  # fmt: skip
         highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         attended = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for start in range(begin, end, BLOCK_N):
-            index = start + tl.arange(0, BLOCK_N)
-            present = index < end
-            key = first + index
-            block = tl.load(block_tables_ptr + row * table_stride + key // BLOCK_SIZE, mask=present, other=0).to(
-                tl.int64
-            )
-            entry = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-            # What lies beyond the keys may be anything, NaN too: it is not loaded.
-            wanted = present[:, None] & in_head[None, :]
-            k = tl.load(k_cache_ptr + entry[:, None] + columns[None, :], mask=wanted, other=0.0)
-            v = tl.load(v_cache_ptr + entry[:, None] + columns[None, :], mask=wanted, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * _LOG2_E)
-            scores = tl.where(present[None, :], scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            kept = tl.exp2(highest - higher)
-            total = total * kept + tl.sum(weights, 1)
-            attended = attended * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            highest = higher
+        if FUSED:
+            angle = tl.where(columns < HALF, columns, columns - HALF)
+            cos = tl.load(cos_sin_ptr + position * HEAD_DIM + angle, mask=in_head, other=0.0)[None, :]
+            sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + angle, mask=in_head, other=0.0)[None, :]
+            sin = tl.where((columns < HALF)[None, :], -sin, sin)
+            q = _rotate(q, partner, q_gain, q_partner_gain, cos, sin, eps, HEAD_DIM, NORM)
+            if (split == 0) & (length > 0):
+                k_turned = _rotate(k_new, k_partner, k_gain, k_partner_gain, cos, sin, eps, HEAD_DIM, NORM)
+                # (Triton's interpreter gives a scalar comparison that is spread over a mask the wrong type.)
+                owned = (in_head & (columns.to(tl.int64) * 0 + slot >= 0))[None, :]
+                entry = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + columns[None, :]
+                tl.store(k_cache_ptr + entry, k_turned, mask=owned)
+                tl.store(v_cache_ptr + entry, v_new, mask=owned)
+                highest = tl.sum(q.to(tl.float32) * k_turned.to(tl.float32), 1) * (scale * _LOG2_E)
+                total += 1.0
+                attended += v_new.to(tl.float32)
+        if split * MIN_SPLIT < count:
+            before = tl.cdiv(tl.cdiv(count, MIN_SPLIT) - split, num_splits) - 1
+            in_last = count - (before * num_splits + split) * MIN_SPLIT
+            chunks = before * RUNS + tl.minimum(tl.cdiv(in_last, BLOCK_N), RUNS)
+            if SPLIT:
+                highest, total, attended = _attend(q, k, v, index < count, scale * _LOG2_E, highest, total, attended)
+            for chunk in range(1 if SPLIT else 0, chunks):
+                start = ((chunk // RUNS) * num_splits + split) * MIN_SPLIT + (chunk % RUNS) * BLOCK_N
+                index = start + tl.arange(0, BLOCK_N)
+                key = first + index
+                block = tl.load(table_ptr + key // BLOCK_SIZE, mask=index < count, other=0)
+                k, v = _load_chunk(
+                    k_cache_ptr, v_cache_ptr, block, key, index < count, kv_head, columns, in_head,
+                    NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                )  # fmt: skip
+                highest, total, attended = _attend(q, k, v, index < count, scale * _LOG2_E, highest, total, attended)
         attended = attended / tl.where(total > 0.0, total, 1.0)[:, None]
-        all_heads = row * NUM_KV_HEADS * HEADS_PER_KV + head
+        row_heads = row * NUM_KV_HEADS * HEADS_PER_KV
         if SPLIT:
-            place = all_heads * num_splits + split
-            tl.store(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], attended, mask=tile)
-            tl.store(lse_ptr + place, highest + tl.log2(total), mask=in_group)
+            if used > 1:
+                place = (row_heads + head) * num_splits + split
+                tl.store(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], attended, mask=tile)
+                tl.store(lse_ptr + place, highest + tl.log2(total), mask=in_group)
+                # All of the program's stores come before its arrival, and all arrivals before the last one's loads.
+                tl.debug_barrier()
+                arrivals = arrivals_ptr + row * NUM_KV_HEADS + kv_head
+                if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == used - 1:
+                    tl.debug_barrier()
+                    tl.store(arrivals, 0)
+                    _combine(
+                        partial_ptr, lse_ptr, out_ptr, row_heads + kv_head * HEADS_PER_KV, used, num_splits,
+                        out_ptr.dtype.element_ty, HEADS_PER_KV, HEAD_DIM, GROUP, BLOCK_D, BLOCK_S,
+                    )  # fmt: skip
+            else:
+                target = out_ptr + (row_heads + head)[:, None] * HEAD_DIM + columns[None, :]
+                tl.store(target, attended.to(out_ptr.dtype.element_ty), mask=tile)
         else:
-            target = out_ptr + all_heads[:, None] * HEAD_DIM + columns[None, :]
-            tl.store(target, attended.to(q.dtype), mask=tile)
-
-
-@triton.jit(do_not_specialize=["window", "num_splits"])
-def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    window,
-    num_splits,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    head = row * num_heads + tl.program_id(1)
-    length = tl.load(seq_lens_ptr + row)
-    _, count, each = _split_range(length, window, num_splits, MIN_SPLIT)
-    # Only these splits were written; the rest of the scratch space holds anything.
-    used = tl.cdiv(count, tl.maximum(each, 1))
-    columns = tl.arange(0, BLOCK_D)
-    in_head = columns < HEAD_DIM
-    splits = tl.arange(0, BLOCK_S)
-    lse = tl.load(lse_ptr + head * num_splits + splits, mask=splits < used, other=float("-inf"))
-    highest = tl.maximum(tl.max(lse, 0), -1.0e38)
-    total = tl.sum(tl.exp2(lse - highest), 0)
-    combined = tl.zeros((BLOCK_D,), tl.float32)
-    for split in range(0, used):
-        place = head * num_splits + split
-        weight = tl.exp2(tl.load(lse_ptr + place) - highest)
-        part = tl.load(partial_ptr + place * HEAD_DIM + columns, mask=in_head, other=0.0)
-        combined += weight * part
-    combined = combined / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + head * HEAD_DIM + columns, combined.to(out_ptr.dtype.element_ty), mask=in_head)
+            target = out_ptr + (row_heads + head)[:, None] * HEAD_DIM + columns[None, :]
+            tl.store(target, attended.to(out_ptr.dtype.element_ty), mask=tile)
 
 
 def plan_splits(batch: int, num_kv_heads: int, max_keys: int, block_n: int) -> tuple[int, int]:
@@ -170,20 +298,36 @@ def plan_splits(batch: int, num_kv_heads: int, max_keys: int, block_n: int) -> t
     return max(1, min(wanted, triton.cdiv(max_keys, smallest))), smallest
 
 
-def decode_attention(
+@cache
+def _arrival_counters(device: torch.device, count: int) -> Tensor:
+    """Zeros that every launch leaves as zeros; launches that share them must be on one stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"attention over up to {count} rows and key heads is being recorded before it ever ran: its counters would "
+            "lie in the recording's memory; run the step once before recording it"
+        )
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _attention(
     q: Tensor,
+    num_heads: int,
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
     scale: float,
-    window: int = 0,
-    num_splits: int = 0,
+    window: int,
+    num_splits: int,
+    fused: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float] | None = None,
 ) -> Tensor:
-    """See :func:`mainspring.kernels.attention.decode_attention`; ``num_splits`` > 0 overrides the plan."""
-    batch, num_heads, head_dim = q.shape
+    """Launch the kernel over ``q`` ``[batch, heads, head_dim]``, which with ``fused`` holds keys and values as well.
+
+    ``fused`` is (cos_sin, positions, slots, q_weight, k_weight, eps).
+    """
+    batch, head_dim = q.shape[0], q.shape[2]
     block_size, num_kv_heads = k_cache.shape[1:3]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((batch, num_heads, head_dim))
     if not batch:
         return out
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
@@ -197,21 +341,62 @@ def decode_attention(
     if num_splits > 0:
         planned, min_split = num_splits, block_n
     split = planned > 1
-    partial = lse = out
+    partial = lse = arrivals = out
     if split:
         partial = q.new_empty((batch, num_heads, planned, head_dim), dtype=torch.float32)
         lse = q.new_empty((batch, num_heads, planned), dtype=torch.float32)
+        arrivals = _arrival_counters(q.device, max(1 << 16, triton.next_power_of_2(batch * num_kv_heads)))
+    cos_sin, positions, slots, q_weight, k_weight, eps = fused or (lse, seq_lens, seq_lens, None, None, 0.0)
+    group = triton.next_power_of_2(heads_per_kv)
     _decode_kernel[(batch, num_kv_heads, planned)](
-        q, k_cache, v_cache, block_tables, seq_lens, out, partial, lse, scale, window, planned,
-        q.stride(0), q.stride(1), block_tables.stride(0),
+        q, k_cache, v_cache, block_tables, seq_lens, out, partial, lse, arrivals, cos_sin, positions, slots,
+        q if q_weight is None else q_weight, q if k_weight is None else k_weight,
+        scale, eps, window, planned, q.stride(0), q.stride(1),
+        block_tables.stride(0), block_tables.shape[1] * block_size,
+        FUSED=fused is not None, NORM=q_weight is not None, WINDOWED=window > 0,
         HEADS_PER_KV=heads_per_kv, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        SPLIT=split, MIN_SPLIT=min_split, BLOCK_M=max(triton.next_power_of_2(heads_per_kv), 16),
-        BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=2,
+        SPLIT=split, MIN_SPLIT=min_split, BLOCK_M=max(group, 16), BLOCK_N=block_n, BLOCK_D=block_d, GROUP=group,
+        BLOCK_S=max(1, min(triton.next_power_of_2(planned), COMBINED_AT_ONCE // (group * block_d))),
+        num_warps=4, num_stages=2, **pdl.options(pdl.mode(q.device)),
     )  # fmt: skip
-    if split:
-        _combine_kernel[(batch, num_heads)](
-            partial, lse, seq_lens, out, window, planned, num_heads,
-            HEAD_DIM=head_dim, MIN_SPLIT=min_split, BLOCK_S=triton.next_power_of_2(planned),
-            BLOCK_D=block_d, num_warps=1,
-        )  # fmt: skip
     return out
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    num_splits: int = 0,
+) -> Tensor:
+    """See :func:`mainspring.kernels.attention.decode_attention`; ``num_splits`` > 0 overrides the plan."""
+    return _attention(q, q.shape[1], k_cache, v_cache, block_tables, seq_lens, scale, window, num_splits)
+
+
+def rope_and_decode_attention(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    num_splits: int = 0,
+) -> Tensor:
+    """See :func:`mainspring.kernels.attention.rope_and_decode_attention`; ``num_splits`` > 0 overrides the plan."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.unflatten(1, (-1, head_dim))
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    settings = (cos_sin, positions, slots, q_weight, k_weight, eps)
+    return _attention(
+        heads, num_heads, k_cache, v_cache, block_tables, seq_lens, scale, window, num_splits, settings
+    )  # fmt: skip

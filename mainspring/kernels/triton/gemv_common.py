@@ -8,15 +8,18 @@ writes anything.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from mainspring.kernels.triton.pdl import interpreting as interpreting
+from mainspring.kernels.triton.pdl import pdl_launch_dependents as pdl_launch_dependents
+from mainspring.kernels.triton.pdl import pdl_supported as pdl_supported
+from mainspring.kernels.triton.pdl import pdl_wait as pdl_wait
 
 
 class Prologue(IntEnum):
@@ -125,26 +128,6 @@ class WeightOperand:
         return values if self.scales is None else values * self.scales.to(dtype)[:, None]
 
 
-@cache
-def _device_has_pdl(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-def pdl_supported(device: torch.device) -> bool:
-    """Whether kernels on ``device`` may use programmatic dependent launch.
-
-    Needs compute capability 9.0; ``MAINSPRING_PDL=0`` in the environment turns it off.
-    """
-    if device.type != "cuda" or interpreting() or os.environ.get("MAINSPRING_PDL", "1") == "0":
-        return False
-    return _device_has_pdl(torch.cuda.current_device() if device.index is None else device.index)
-
-
-def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1``)."""
-    return bool(triton.knobs.runtime.interpret)
-
-
 def launch(
     kernel: Any,
     programs: int,
@@ -163,20 +146,6 @@ def launch(
         kernel.warmup(*arguments, grid=(programs,), **options)
     else:
         kernel[(programs,)](*arguments, **options)
-
-
-@triton.jit
-def pdl_wait(ENABLED: tl.constexpr):
-    """Block until the kernels before this one are done and their writes are visible."""
-    if ENABLED:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def pdl_launch_dependents(ENABLED: tl.constexpr):
-    """Allow the next kernel's programs to start where there is room."""
-    if ENABLED:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -112,8 +112,8 @@ def read_gain(
 
 @gluon.jit
 def read_x(
-    x_ptr, gain, k0, stride_x, layout: gl.constexpr,
-    M: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
+    x_ptr, gain, k0, stride_x, count, layout: gl.constexpr,
+    K: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
     PROLOGUE: gl.constexpr,
 ):  # fmt: skip
     """A chunk of x as [SPLIT_K, ROWS, BLOCK_K / SPLIT_K], and its squares before RMSNorm's weight."""
@@ -123,7 +123,7 @@ def read_x(
     inside = gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     columns = k0 + part * SLICE + inside
     pointers = x_ptr + rows * stride_x + columns
-    mask = (columns < K) & (rows < M)
+    mask = (columns < K) & (rows < count)
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     stored = gl.load(pointers, mask=mask, other=0.0)
     if PROLOGUE == 1:
@@ -168,8 +168,8 @@ def stage_x(
 
 @gluon.jit
 def read_beside(
-    tile, gather: gl.constexpr, scale_ptr, bias_ptr, residual_ptr, stride_residual,
-    M: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, PADDED: gl.constexpr, BLOCK_N: gl.constexpr,
+    tile, gather: gl.constexpr, scale_ptr, bias_ptr, residual_ptr, stride_residual, count,
+    N: gl.constexpr, KIND: gl.constexpr, PADDED: gl.constexpr, BLOCK_N: gl.constexpr,
     PAIRED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """What a tile's sums are multiplied with and what is added to them; read before the sums so as not to
@@ -188,15 +188,15 @@ def read_beside(
         addition += gl.load(bias_ptr + rows, mask=exists, other=0.0).to(gl.float32)
     if HAS_RESIDUAL:
         offsets = batch * stride_residual + rows
-        addition += gl.load(residual_ptr + offsets, mask=(batch < M) & exists, other=0.0).to(gl.float32)
+        addition += gl.load(residual_ptr + offsets, mask=(batch < count) & exists, other=0.0).to(gl.float32)
     return factor, addition
 
 
 @gluon.jit
 def finish_tile(
     acc, scale, factor, addition, best_value, best_index, tile, gather: gl.constexpr,
-    y_ptr, stride_y, out_type: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, PADDED: gl.constexpr,
+    y_ptr, stride_y, count, out_type: gl.constexpr,
+    N: gl.constexpr, PADDED: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGED: gl.constexpr, PROLOGUE: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Add up the warps' slices of a tile and store them, or keep the best of each row of x."""
@@ -218,7 +218,7 @@ def finish_tile(
         half: gl.constexpr = out.type.layout
         batch2 = gl.arange(0, PADDED, layout=gl.SliceLayout(1, half))[:, None]
         outputs = (tile * (BLOCK_N // 2) + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, half)))[None, :]
-        keep = (batch2 < M) & (outputs < N // 2)
+        keep = (batch2 < count) & (outputs < N // 2)
         gl.store(y_ptr + batch2 * stride_y + outputs, out.to(out_type), mask=keep)
         return best_value, best_index
     elif EPILOGUE == 2:
@@ -229,15 +229,15 @@ def finish_tile(
         better = top > best_value
         return gl.where(better, top, best_value), gl.where(better, where, best_index)
     else:
-        keep = (batch[:, None] < M) & exists[None, :]
+        keep = (batch[:, None] < count) & exists[None, :]
         gl.store(y_ptr + batch[:, None] * stride_y + rows[None, :], total.to(out_type), mask=keep)
         return best_value, best_index
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["count"])
 def _mma_kernel(
     x_ptr, w_ptr, scale_ptr, y_ptr, index_ptr, bias_ptr, residual_ptr, norm_ptr,
-    stride_x, stride_w, stride_y, stride_residual, eps,
+    stride_x, stride_w, stride_y, stride_residual, eps, count,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, PREFETCH: gl.constexpr, PROGRAMS: gl.constexpr,
     SPLIT_K: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr,
@@ -314,8 +314,8 @@ def _mma_kernel(
     for turn in range(ROUNDS):
         tile = pid + turn * PROGRAMS
         factor, addition = read_beside(
-            tile, gather, scale_ptr, bias_ptr, residual_ptr, stride_residual,
-            M, N, KIND, PADDED, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL,
+            tile, gather, scale_ptr, bias_ptr, residual_ptr, stride_residual, count,
+            N, KIND, PADDED, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
         sums = ()
         for _c in gl.static_range(SUMS):
@@ -341,7 +341,7 @@ def _mma_kernel(
             else:
                 chunk_gain = read_gain(norm_ptr, c * BLOCK_K, left, K, BLOCK_K, SPLIT_K, PROLOGUE)
                 x, chunk_squares = read_x(
-                    x_ptr, chunk_gain, c * BLOCK_K, stride_x, left, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
+                    x_ptr, chunk_gain, c * BLOCK_K, stride_x, count, left, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
                 )
                 if PROLOGUE == 1:
                     squares += gl.sum(chunk_squares, axis=2)
@@ -360,13 +360,18 @@ def _mma_kernel(
             scale = 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)
         best_value, best_index = finish_tile(
             acc, scale, factor, addition, best_value, best_index, tile, gather,
-            y_ptr, stride_y, dtype, M, N, PADDED, BLOCK_N, STAGED, PROLOGUE, EPILOGUE,
+            y_ptr, stride_y, count, dtype, N, PADDED, BLOCK_N, STAGED, PROLOGUE, EPILOGUE,
         )  # fmt: skip
 
     if EPILOGUE == 2:
         batch = gl.arange(0, PADDED, layout=gl.SliceLayout(1, gl.SliceLayout(0, gather)))
-        gl.store(y_ptr + batch * stride_y + pid, best_value, mask=batch < M)
-        gl.store(index_ptr + batch * stride_y + pid, best_index, mask=batch < M)
+        gl.store(y_ptr + batch * stride_y + pid, best_value, mask=batch < count)
+        gl.store(index_ptr + batch * stride_y + pid, best_index, mask=batch < count)
+
+
+def one_or_many(rows: int) -> int:
+    """The constant ``M``: 1, or 16 for every other number of rows, which then share one compiled kernel."""
+    return 1 if rows == 1 else 16
 
 
 def launch_mma(plan: LaunchPlan, arguments: tuple[Any, ...]) -> None:
@@ -374,11 +379,12 @@ def launch_mma(plan: LaunchPlan, arguments: tuple[Any, ...]) -> None:
     tile = plan.tile
     constants = {
         **plan.constants,
+        "M": one_or_many(plan.rows),
         "PREFETCH": tile.prefetch,
         "PROGRAMS": plan.programs,
         "SPLIT_K": tile.split_k,
         "WARPS": tile.warps,
         "STAGED": plan.rows == 1 and (tile.inner or plan.prologue != Prologue.PLAIN),
     }
-    launch(_mma_kernel, plan.programs, arguments, constants,
+    launch(_mma_kernel, plan.programs, (*arguments, plan.rows), constants,
            warps=tile.warps, pdl=plan.pdl, compile_only=plan.compile_only)  # fmt: skip

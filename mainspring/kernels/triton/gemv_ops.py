@@ -82,7 +82,7 @@ def reference_matmul(
     return out
 
 
-def check_units(x: torch.Tensor, tile: Tile) -> None:
+def check_units(x: torch.Tensor, weight: WeightOperand, tile: Tile) -> None:
     """Refuse what the Gluon kernels cannot do, in time to say why."""
     if x.device.type != "cuda" or interpreting():
         raise ValueError(f"the {tile.kernel} kernel runs on CUDA devices only; use vector or dot")
@@ -94,6 +94,13 @@ def check_units(x: torch.Tensor, tile: Tile) -> None:
         raise ValueError(
             f"the {tile.kernel} kernel needs split_k <= warps, block_n >= 8 * warps / split_k and "
             f"block_k >= {least}, got {tile.short()}"
+        )
+    # Copies to shared memory are of 16 bytes, and the compiler must be able to see that they may be.
+    stride, address = weight.tensor.stride(0), weight.tensor.data_ptr()
+    if tile.kernel == "ring" and (weight.columns % 16 or stride % 16 or address % 16):
+        raise ValueError(
+            f"the ring kernel needs K and the weight's row stride to be multiples of 16 and its address one of 16 "
+            f"bytes, got K={weight.columns}, stride {stride}, address {address:#x}; use mma"
         )
 
 
@@ -131,7 +138,7 @@ def make_plan(
     if tile.kernel == "dot" and (tile.block_n < 16 or tile.block_k // tile.split_k < 16):
         raise ValueError(f"the dot kernel needs block_n >= 16 and block_k / split_k >= 16, got {tile.short()}")
     if tile.kernel in ("mma", "ring"):
-        check_units(x, tile)
+        check_units(x, weight, tile)
     supported = pdl_supported(x.device)
     return LaunchPlan(
         rows=rows,

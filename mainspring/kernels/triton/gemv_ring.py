@@ -23,6 +23,7 @@ from mainspring.kernels.triton.gemv_mma import (
     as_chunks,
     finish_tile,
     next_power,
+    one_or_many,
     read_beside,
     read_flat,
     read_gain,
@@ -59,10 +60,10 @@ def start_copy(
     async_copy.commit_group()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["count"])
 def _ring_kernel(
     x_ptr, w_ptr, scale_ptr, y_ptr, index_ptr, bias_ptr, residual_ptr, norm_ptr,
-    stride_x, stride_w, stride_y, stride_residual, eps,
+    stride_x, stride_w, stride_y, stride_residual, eps, count,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
     SPLIT_K: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr, PROLOGUE: gl.constexpr,
@@ -128,8 +129,8 @@ def _ring_kernel(
     for turn in range(ROUNDS):
         tile = pid + turn * PROGRAMS
         factor, addition = read_beside(
-            tile, gather, scale_ptr, bias_ptr, residual_ptr, stride_residual,
-            M, N, KIND, PADDED, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL,
+            tile, gather, scale_ptr, bias_ptr, residual_ptr, stride_residual, count,
+            N, KIND, PADDED, BLOCK_N, PAIRED, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
         acc = gl.zeros([SPLIT_K, PADDED, BLOCK_N], gl.float32, units)
         squares = gl.zeros([SPLIT_K, ROWS], gl.float32, gl.SliceLayout(2, left))
@@ -150,7 +151,7 @@ def _ring_kernel(
             else:
                 chunk_gain = read_gain(norm_ptr, chunk * BLOCK_K, left, K, BLOCK_K, SPLIT_K, PROLOGUE)
                 x, chunk_squares = read_x(
-                    x_ptr, chunk_gain, chunk * BLOCK_K, stride_x, left, M, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
+                    x_ptr, chunk_gain, chunk * BLOCK_K, stride_x, count, left, K, ROWS, BLOCK_K, SPLIT_K, PROLOGUE
                 )
                 if PROLOGUE == 1:
                     squares += gl.sum(chunk_squares, axis=2)
@@ -165,14 +166,14 @@ def _ring_kernel(
             scale = 1.0 / gl.sqrt(gl.sum(squares, axis=0) / K + eps)
         best_value, best_index = finish_tile(
             acc, scale, factor, addition, best_value, best_index, tile, gather,
-            y_ptr, stride_y, dtype, M, N, PADDED, BLOCK_N, STAGED, PROLOGUE, EPILOGUE,
+            y_ptr, stride_y, count, dtype, N, PADDED, BLOCK_N, STAGED, PROLOGUE, EPILOGUE,
         )  # fmt: skip
     async_copy.wait_group(0)
 
     if EPILOGUE == 2:
         batch = gl.arange(0, PADDED, layout=gl.SliceLayout(1, gl.SliceLayout(0, gather)))
-        gl.store(y_ptr + batch * stride_y + pid, best_value, mask=batch < M)
-        gl.store(index_ptr + batch * stride_y + pid, best_index, mask=batch < M)
+        gl.store(y_ptr + batch * stride_y + pid, best_value, mask=batch < count)
+        gl.store(index_ptr + batch * stride_y + pid, best_index, mask=batch < count)
 
 
 def launch_ring(plan: LaunchPlan, arguments: tuple[Any, ...]) -> None:
@@ -180,11 +181,12 @@ def launch_ring(plan: LaunchPlan, arguments: tuple[Any, ...]) -> None:
     tile = plan.tile
     constants = {
         **plan.constants,
+        "M": one_or_many(plan.rows),
         "STAGES": tile.stages,
         "PROGRAMS": plan.programs,
         "SPLIT_K": tile.split_k,
         "WARPS": tile.warps,
         "STAGED": plan.rows == 1,
     }
-    launch(_ring_kernel, plan.programs, arguments, constants,
+    launch(_ring_kernel, plan.programs, (*arguments, plan.rows), constants,
            warps=tile.warps, pdl=plan.pdl, compile_only=plan.compile_only)  # fmt: skip

@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mainspring.kernels.triton import pdl
+from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -24,10 +27,14 @@ def _rms_norm_kernel(
     x_inner_stride,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     start = (row // inner_rows) * x_outer_stride + (row % inner_rows) * x_inner_stride
     x = tl.load(x_ptr + start + columns, mask=inside, other=0.0)
     if ADD:
@@ -37,7 +44,6 @@ def _rms_norm_kernel(
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / size + eps)
     normed = (wide * scale).to(x.dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, (normed * weight).to(x.dtype), mask=inside)
 
 
@@ -59,7 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         block = triton.next_power_of_2(size)
         _rms_norm_kernel[(rows,)](
             x, x, weight, out, out, eps, size, inner_rows, outer_stride, inner_stride,
-            ADD=False, BLOCK=block, num_warps=_warps(block),
+            ADD=False, BLOCK=block, num_warps=_warps(block), **pdl.options(pdl.mode(x.device)),
         )  # fmt: skip
     return out
 
@@ -74,6 +80,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         block = triton.next_power_of_2(size)
         _rms_norm_kernel[(rows,)](
             x, residual, weight, out, total, eps, size, 1, size, 0,
-            ADD=True, BLOCK=block, num_warps=_warps(block),
+            ADD=True, BLOCK=block, num_warps=_warps(block), **pdl.options(pdl.mode(x.device)),
         )  # fmt: skip
     return out, total

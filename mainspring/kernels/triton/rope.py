@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mainspring.kernels.triton import pdl
+from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+
 
 # A head whose slot is negative is not stored. (Triton's interpreter gives a scalar comparison that is spread
 # over a mask the wrong type, so the slot is spread first.)
@@ -53,7 +56,10 @@ def _rope_kernel(
     k_token_stride,
     k_head_stride,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -82,6 +88,7 @@ def apply_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tupl
             q, k, q_out, k_out, cos_sin, positions, num_heads, num_kv_heads, half,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1),
             BLOCK=triton.next_power_of_2(half), num_warps=1,
+            **pdl.options(pdl.mode(q_out.device)),
         )  # fmt: skip
     return q_out, k_out
 
@@ -104,7 +111,10 @@ def _rope_and_cache_kernel(
     qkv_stride,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     head_dim = 2 * half
@@ -152,5 +162,6 @@ def rope_and_cache(
             qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
             eps, num_heads, num_kv_heads, half, qkv.stride(0),
             NORM=q_weight is not None, BLOCK=triton.next_power_of_2(half), num_warps=1,
+            **pdl.options(pdl.mode(q_out.device)),
         )  # fmt: skip
     return q_out

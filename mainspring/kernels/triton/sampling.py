@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mainspring.kernels.triton import pdl
 from mainspring.kernels.triton.filters import filter_cut
 from mainspring.kernels.triton.noise import gumbel_from_bits, random_bits
+from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 _TILE = 2048
 
@@ -37,7 +39,10 @@ def _tile_kernel(
     RANDOM: tl.constexpr,
     FILTERED: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -76,7 +81,10 @@ def _row_kernel(
     num_tiles,
     RANDOM: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, BLOCK)
     inside = tiles < num_tiles
@@ -112,16 +120,17 @@ def _draw(
     if not batch:
         return out
     random = temperature is not None
+    dependence = pdl.options(pdl.mode(logits.device))
     cut_logit, cut_id = cut if cut is not None else (scores, ids)
     _tile_kernel[(batch, num_tiles)](
         logits, scores if temperature is None else temperature, seeds if random else ids,
         choices if random else ids, positions if random else ids, cut_logit, cut_id,
         scores, highest, ids, vocab_size, logits.stride(0),
-        RANDOM=random, FILTERED=cut is not None, TILE=_TILE, num_warps=4,
+        RANDOM=random, FILTERED=cut is not None, TILE=_TILE, num_warps=4, **dependence,
     )  # fmt: skip
     _row_kernel[(batch,)](
         scores if temperature is None else temperature, scores, highest, ids, out, num_tiles,
-        RANDOM=random, BLOCK=triton.next_power_of_2(num_tiles), num_warps=1,
+        RANDOM=random, BLOCK=triton.next_power_of_2(num_tiles), num_warps=1, **dependence,
     )  # fmt: skip
     return out
 
