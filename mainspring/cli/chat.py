@@ -10,7 +10,7 @@ from typer import Option
 
 from mainspring.cli.command import say_error
 from mainspring.cli.options import EngineOptions, SamplingOptions
-from mainspring.cli.terminal import note, write_stats, write_stream
+from mainspring.cli.terminal import note, note_if_cut, write_stats, write_stream
 from mainspring.engine.options import nearest
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class Session:
         self.messages += [asked, {"role": "assistant", "content": written.text}]
         if written.interrupted:
             note("(stopped)")
+        note_if_cut(written)
 
 
 def _enable_line_editing() -> None:

@@ -51,10 +51,16 @@ def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., N
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         del run.__wrapped__  # type: ignore[attr-defined]
-        app.command()(run)
+        app.command(help=help_text(function))(run)
         return function
 
     return register
+
+
+def help_text(function: Callable[..., None]) -> str:
+    """A function's docstring for ``--help``: each paragraph one line, for the terminal to wrap; no markup."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).replace("``", "")
 
 
 def one_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from mainspring.cli.options import EngineOptions, SamplingOptions
-from mainspring.cli.terminal import note, write, write_stats, write_stream
+from mainspring.cli.terminal import note_if_cut, write, write_stats, write_stream
 
 if TYPE_CHECKING:
     from mainspring import LLM, SamplingParams
@@ -91,8 +91,7 @@ def _write_one(llm: LLM, text: str, params: SamplingParams, chat: bool, system: 
         written = write_stream(llm.stream_chat(conversation(text, system), params))
     else:
         written = write_stream(llm.stream(text, params))
-    if written.answer is not None and written.answer.finish_reason == "length":
-        note(f"[cut at {len(written.answer.token_ids)} tokens; --max-tokens may allow more]")
+    note_if_cut(written)
     return not written.interrupted
 
 

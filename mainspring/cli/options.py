@@ -22,6 +22,7 @@ _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 _MODEL = "Model"
 _MEMORY = "Memory and batches"
+_PREFIXES = "Prompts that begin alike"
 _RECORDING = "Recording"
 _SAMPLING = "Choosing tokens"
 _ENDING = "Ending the answer"
@@ -61,7 +62,7 @@ class EngineOptions:
     model: Annotated[
         str,
         Option(
-            help="A folder with a Hugging Face checkpoint, a GGUF file, or smollm2, the embedded model.",
+            help="A Hugging Face folder, a GGUF file, a name on the hub, or smollm2, the embedded model.",
             rich_help_panel=_MODEL,
         ),
     ] = DEFAULT_MODEL
@@ -89,8 +90,8 @@ class EngineOptions:
         bool | None,
         Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Keep the KV blocks of prompts for later prompts that begin alike.",
-            rich_help_panel=_MEMORY,
+            help="Keep prompts' KV blocks for later prompts; --no-enable-prefix-caching turns it off.",
+            rich_help_panel=_PREFIXES,
         ),
     ] = None
     enforce_eager: Annotated[

@@ -66,6 +66,12 @@ def write_stream(outputs: Iterator[RequestOutput]) -> Written:
     return Written(last, interrupted)
 
 
+def note_if_cut(written: Written) -> None:
+    """Say so where an answer has ended because it got no more tokens."""
+    if written.answer is not None and written.answer.finish_reason == "length":
+        note(f"[cut at {len(written.answer.token_ids)} tokens; --max-tokens may allow more]")
+
+
 def write_stats(llm: LLM) -> None:
     """Write the table of what the engine did."""
     from rich.console import Console

@@ -81,3 +81,8 @@ def test_an_unknown_command_suggests_the_nearest_and_asks_nothing(invoke: Invoke
 def test_stats_are_shown_at_the_end_and_when_asked(invoke: Invoke) -> None:
     assert invoke("chat", "--stats", input="/stats\nx\n").stderr.count("launch mode") == 2
     assert "launch mode" not in invoke("chat", input="x\n").stderr
+
+
+def test_an_answer_cut_by_its_length_says_so(invoke: Invoke) -> None:
+    assert "[cut at 3 tokens; --max-tokens may allow more]\n" in invoke("chat", input="one two three\n").stderr
+    assert "[cut" not in invoke("chat", input="one two\n").stderr

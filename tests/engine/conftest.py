@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from mainspring import LLM
 
 MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="session")
+def tiny_weights(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A folder with a tiny Llama and its weights, which no engine's seed changes."""
+    folder = tmp_path_factory.mktemp("tiny-llama-weights")
+    config = transformers.LlamaConfig.from_pretrained(tiny_folder, initializer_range=0.2)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -25,7 +37,7 @@ def make_tiny(tiny_folder: Path) -> Iterator[MakeLLM]:
             "device": "cpu",
             "kv_cache_memory": 8 << 20,
         }
-        made.append(LLM(str(tiny_folder), **{**defaults, **options}))
+        made.append(LLM(**{"model": str(tiny_folder), **defaults, **options}))
         return made[-1]
 
     yield make

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from mainspring import LLM, SamplingParams
+from mainspring.models.loader import load_config
+from mainspring.models.source import resolve
+from mainspring.models.tokenizer import load_tokenizer
+from mainspring.models.weights.gguf import read_gguf
 
 ALPHABET = "Here is the English alphabet: ABC"
 ALPHABET_IDS = [33203, 23960, 57, 58, 59, 34519, 62, 7627]
@@ -91,3 +102,72 @@ def test_a_prompt_of_whole_blocks_is_answered_as_without_a_prefix_cache(smollm2:
     runs = [smollm2.generate(prompt, params)[0] for _ in range(3)] + smollm2.generate([prompt] * 2, params)
     assert all(run.outputs[0].token_ids == expected for run in runs)
     assert all(16 <= run.num_cached_tokens < 32 for run in runs[1:])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The embedded model's weights as a Hugging Face folder, in fp32; a config.json is the test's to write."""
+    source = resolve("smollm2")
+    folder = tmp_path_factory.mktemp("smollm2-folder")
+    save_file(dict(read_gguf(source.gguf, load_config(source))), folder / "model.safetensors")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def folder_answers(folder: Path, config: dict[str, object], prompts: dict[str, list[int]]) -> list[list[int]]:
+    """Greedy ids from the folder, for prompts given with the ids that are right."""
+    (folder / "config.json").write_text(json.dumps(config))
+    ids = [load_tokenizer(resolve("smollm2"))(prompt)["input_ids"] for prompt in prompts]
+    with LLM(str(folder), device="cpu", dtype="float32", max_model_len=128, skip_tokenizer_init=True) as llm:
+        return [
+            llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0.0, max_tokens=len(right)))[0]
+            .outputs[0]
+            .token_ids
+            for prompt, right in zip(ids, prompts.values(), strict=True)
+        ]
+
+
+SMOLLM2_CONFIG: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.slow
+def test_both_spellings_of_the_rotation_give_the_known_ids(smollm2: LLM, checkpoint: Path) -> None:
+    """24 tokens: with the default rotation the first 17 are the same, so that fewer would tell nothing."""
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    right = smollm2.generate(FRANCE, params)[0].outputs[0].token_ids
+    assert right[: len(FRANCE_IDS)] == FRANCE_IDS
+    theta = 100000.0
+    for rope in ({"rope_theta": theta}, {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}):
+        assert folder_answers(checkpoint, {**SMOLLM2_CONFIG, **rope}, {FRANCE: right}) == [right]
+    [default] = folder_answers(checkpoint, SMOLLM2_CONFIG, {FRANCE: right})
+    assert default[:17] == right[:17]
+    assert default[17] != right[17]
+
+
+@pytest.mark.slow
+def test_a_redundant_head_beside_tied_embeddings_changes_nothing(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    with safe_open(weights, "pt") as file:
+        names = list(file.keys())
+        head = file.get_tensor("model.embed_tokens.weight")
+    assert "lm_head.weight" not in names
+    save_file({"lm_head.weight": head}, checkpoint / "head.safetensors")
+    index = {"weight_map": dict.fromkeys(names, weights.name) | {"lm_head.weight": "head.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {**SMOLLM2_CONFIG, "rope_theta": 100000.0}
+    assert folder_answers(checkpoint, config, {ALPHABET: ALPHABET_IDS}) == [ALPHABET_IDS]

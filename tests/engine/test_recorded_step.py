@@ -13,7 +13,7 @@ from mainspring import LLM
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.samplers import FULL, PLAIN
 from mainspring.engine.seats import SeatState
-from mainspring.engine.step import EXHAUSTED, IDLE, RING_STEPS, RUNNING
+from mainspring.engine.step import EXHAUSTED, IDLE, RUNNING
 
 MakeLLM = Callable[..., LLM]
 BLOCKS_PER_SEAT = 3
@@ -100,22 +100,35 @@ def test_replay_and_eager_give_the_same_bits_on_every_rung_of_a_gpu(
 
 
 def repeat_and_compare(llm: LLM, count: int = 3, steps: int = 12) -> None:
+    """The recording alone, replayed ``steps`` times, against as many eager steps one by one."""
     runner = llm.core.runner
     rows = [5, 0, 3][:count]
     seat_requests(runner, 8, seed=1)
-    start = int(runner.ring.step[0])
-    for _ in range(steps):
-        runner.runners[PLAIN](rows=rows)
-    repeated = runner.ring.entries[start : start + steps, :count, 0].cpu()
+    runner.runners[PLAIN](rows=rows)  # records where need be, and leaves the rows in their buffer
     seat_requests(runner, 8, seed=1)
+    before = snapshot(runner)
+    start = int(runner.ring.step[0])
+    graph = runner.runners[PLAIN].graphs[runner.limits.ladder.rung_for(count)]
+    for _ in range(steps):
+        graph.replay()
+    repeated = runner.ring.entries[start : start + steps, :count, 0].cpu().clone()
+    after = snapshot(runner)
+    seat_requests(runner, 8, seed=1)
+    runner.ring.clear()
+    padded = torch.full((runner.limits.ladder.rung_for(count),), -1, dtype=torch.int32, device=runner.limits.device)
+    padded[:count] = torch.tensor(rows, dtype=torch.int32)
     singly = []
     for step in range(steps):
-        runner.runners[PLAIN](rows=rows)
-        singly.append(runner.ring.entries[(start + steps + step) % RING_STEPS, :count, 0].cpu().clone())
+        with torch.no_grad():
+            runner.step.decode(padded, runner.samplers[PLAIN])
+        singly.append(runner.ring.entries[step, :count, 0].cpu().clone())
     assert torch.equal(repeated, torch.stack(singly))
+    assert torch.equal(after["seats"], runner.buffers["seats"])
     assert int((repeated >= 0).sum()) == count * steps
+    moved = (after["seats"][1] - before["seats"][1])[:8].tolist()  # their positions
+    assert moved == [steps if seat in rows else 0 for seat in range(8)]
     assert len(set(map(tuple, repeated.tolist()))) > 1, "every step chose the same tokens"
-    assert int(runner.ring.step[0]) == start + 2 * steps
+    assert int(after["step_index"][0]) == start + steps
 
 
 def test_n_replays_with_no_work_between_them_decode_n_tokens(make_tiny: MakeLLM) -> None:

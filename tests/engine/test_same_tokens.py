@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from mainspring import LLM, RequestOutput, SamplingParams
+from mainspring.engine.model_runner import LaunchedStep
+from mainspring.engine.plan import DecodePlan, PrefillPlan
 
 MakeLLM = Callable[..., LLM]
 
@@ -23,16 +27,26 @@ def ids(output: RequestOutput) -> list[int]:
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_alone_in_a_batch_of_seven_and_in_another_seat(
-    make_tiny: MakeLLM, params: SamplingParams, prefix_caching: bool
+    make_tiny: MakeLLM, params: SamplingParams, prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make_tiny(enable_prefix_caching=prefix_caching)
+    seats = set()
+    launch = llm.core.runner.launch
+
+    def look(plan: PrefillPlan | DecodePlan) -> LaunchedStep:
+        requests = plan.requests if isinstance(plan, DecodePlan) else ()
+        seats.update(request.seat for request in requests if request.params is params)
+        return launch(plan)
+
+    monkeypatch.setattr(llm.core.runner, "launch", look)
     alone = ids(llm.generate(PROMPT, params)[0])
     assert len(set(alone)) > 5
     company = SamplingParams(temperature=1.1, seed=3, max_tokens=50, ignore_eos=True)
-    first = llm.generate([PROMPT, *OTHERS], [params] + [company] * 6)
-    last = llm.generate([*OTHERS, PROMPT], [company] * 6 + [params])
-    assert ids(first[0]) == alone
-    assert ids(last[-1]) == alone
+    for before in (0, 6, 3, 5):
+        prompts = [*OTHERS[:before], PROMPT, *OTHERS[before:]]
+        outputs = llm.generate(prompts, [*[company] * before, params, *[company] * (6 - before)])
+        assert ids(outputs[before]) == alone
+    assert len(seats) > 1, "every run had the same seat"
 
 
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
@@ -76,12 +90,28 @@ def test_a_replayed_step_draws_anew_at_each_position(make_tiny: MakeLLM) -> None
     assert len(set(tokens)) > 40
 
 
-def test_requests_without_a_seed_differ_and_the_engine_seed_repeats_them(make_tiny: MakeLLM) -> None:
+def test_requests_without_a_seed_differ_and_the_engine_seed_repeats_them(
+    make_tiny: MakeLLM, tiny_weights: Path
+) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
-    runs = [[ids(output) for output in make_tiny(seed=seed).generate([PROMPT] * 3, params)] for seed in (1, 1, 2)]
+    greedy, runs = [], []
+    for seed in (1, 1, 2):
+        llm = make_tiny(seed=seed, model=str(tiny_weights), load_format="auto")
+        greedy.append(ids(llm.generate(PROMPT, GREEDY)[0]))
+        runs.append([ids(output) for output in llm.generate([PROMPT] * 3, params)])
+    assert greedy[0] == greedy[1] == greedy[2]  # the same weights
     assert len({tuple(tokens) for tokens in runs[0]}) == 3
-    # The weights are dummies made from the same seed, so runs with another seed differ in more than the draw.
     assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_seed_given_after_the_recording_counts(make_tiny: MakeLLM) -> None:
+    """Neither an earlier request's seed in the same seat nor torch's own generator enters."""
+    llm = make_tiny()
+    drawn = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(len(drawn))
+        drawn.append(ids(llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=20))[0]))
+    assert drawn[0] == drawn[2] != drawn[1]
 
 
 def test_choices_of_one_request_differ_and_repeat(make_tiny: MakeLLM) -> None:

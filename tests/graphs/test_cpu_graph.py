@@ -379,9 +379,9 @@ def test_a_thousand_operations_replay_no_slower_than_eager_runs_them() -> None:
     def best(run: Callable[[], object]) -> float:
         times = []
         for _ in range(15):
-            start = time.perf_counter()
+            start = time.thread_time()  # other programs do not lengthen it
             run()
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         return min(times)
 
     graph = CpuGraph.capture(fn)

@@ -1,0 +1,57 @@
+"""Which rung serves a batch, whatever sizes were asked for; nothing runs eager in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mainspring import LLM, SamplingParams
+
+MakeLLM = Callable[..., LLM]
+
+
+def decode(llm: LLM, rows: int, tokens: int = 4) -> dict[int, int]:
+    """Answer ``rows`` prompts at a time; how often each rung was replayed for that."""
+    before = llm.stats().rungs
+    prompts = [{"prompt_token_ids": [3 + index % 200, 7]} for index in range(rows)]
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+    assert llm.stats().eager_steps == {}
+    used = {rung: count - before.get(rung, 0) for rung, count in llm.stats().rungs.items()}
+    return {rung: count for rung, count in used.items() if count}
+
+
+def test_after_a_batch_above_the_top_rung_small_batches_use_their_rungs_again(make_tiny: MakeLLM) -> None:
+    llm = make_tiny(max_num_seqs=11, cudagraph_capture_sizes=[1, 2, 4])
+    for _ in range(2):
+        assert decode(llm, 2) == {2: 3}
+        assert decode(llm, 11) == {4: 9}
+        assert decode(llm, 1) == {1: 3}
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes", "rungs"),
+    [
+        (3, [1, 2, 4, 8, 16], (1, 2, 3)),
+        (1, [8], (1,)),
+        (5, [5, 64, 2, 2], (2, 5)),
+        (6, [2, 4], (2, 4)),
+    ],
+)
+def test_sizes_above_max_num_seqs_are_cut_to_it_and_serve_every_batch(
+    make_tiny: MakeLLM, max_num_seqs: int, sizes: list[int], rungs: tuple[int, ...]
+) -> None:
+    llm = make_tiny(max_num_seqs=max_num_seqs, cudagraph_capture_sizes=sizes)
+    assert llm.core.limits.ladder.sizes == rungs
+    for rows in range(1, max_num_seqs + 1):
+        assert set(decode(llm, rows)) <= set(rungs)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 100, 513])
+def test_any_budget_of_prompt_tokens_leaves_every_decode_step_recorded(make_tiny: MakeLLM, budget: int) -> None:
+    llm = make_tiny(max_num_seqs=3, max_num_batched_tokens=budget)
+    decode(llm, 5)
+    stats = llm.stats()
+    assert sum(stats.rungs.values()) == stats.decode_steps > 0
