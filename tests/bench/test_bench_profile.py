@@ -95,11 +95,11 @@ def test_the_read_kernel_reads_every_element_once() -> None:
 import torch
 from mainspring.bench.read_kernel import sum_by_program
 for blocks, programs in ((1, 3), (37, 5), (40, 5)):
-    source = torch.randint(-2**31, 2**31 - 1, (64 * blocks,), dtype=torch.int32)
+    # No sum leaves 32 bits: a GPU's wraps around, that of Triton's interpreter is an error before 3.9.
+    source = torch.randint(-2**19, 2**19, (64 * blocks,), dtype=torch.int32)
     sums = torch.full((programs,), 77, dtype=torch.int32)
     sum_by_program(source, sums, 64, 4)
-    difference = int(sums.sum(dtype=torch.int64)) - int(source.sum(dtype=torch.int64))
-    assert difference % 2**32 == 0, (blocks, programs)
+    assert int(sums.sum(dtype=torch.int64)) == int(source.sum(dtype=torch.int64)), (blocks, programs)
 try:
     sum_by_program(source[1:], sums, 64, 4)
 except ValueError:
