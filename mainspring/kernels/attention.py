@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mainspring.kernels.kv_cache import check_slots
 from mainspring.kernels.library import register
 from mainspring.kernels.rope import rope_and_cache
 
@@ -220,6 +221,7 @@ def rope_and_decode_attention(
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight go together: give both or neither")
+    check_slots(slots, qkv.shape[0])
     out: Tensor = _rope_and_decode_attention(
         qkv, cos_sin, positions, slots, k_cache, v_cache, block_tables, seq_lens, scale, window, q_weight, k_weight, eps
     )

@@ -37,6 +37,16 @@ _write_kv = register(
 )
 
 
+def check_slots(slots: Tensor, tokens: int) -> None:
+    """Refuse another number of slots than of tokens: a kernel would read past the end of one of them.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if slots.dim() != 1 or slots.shape[0] != tokens:
+        raise ValueError(f"slots {list(slots.shape)} for {tokens} tokens; give one slot a token, -1 to skip it")
+
+
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Write each token's key and value into its slot; a token with a negative slot is skipped.
 
@@ -47,5 +57,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         v_cache: like ``k_cache``; written.
         slots: ``[tokens]`` int64, each below ``num_blocks * block_size``; -1 skips the token. A slot must
             not occur twice.
+
+    Raises:
+        ValueError: there are not as many slots as tokens.
     """
+    check_slots(slots, k.shape[0])
     _write_kv(k, v, k_cache, v_cache, slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mainspring.kernels.kv_cache import write_kv_reference
+from mainspring.kernels.kv_cache import check_slots, write_kv_reference
 from mainspring.kernels.library import register
 from mainspring.kernels.norm import rms_norm_reference
 
@@ -126,5 +126,6 @@ def rope_and_cache(
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight go together: give both or neither")
+    check_slots(slots, qkv.shape[0])
     q: Tensor = _rope_and_cache(qkv, cos_sin, positions, slots, k_cache, v_cache, q_weight, k_weight, eps)
     return q

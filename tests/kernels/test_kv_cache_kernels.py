@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainspring.kernels import write_kv
+from mainspring.kernels import rope_and_cache, write_kv
 
 
 def _bytes(x: torch.Tensor) -> bytes:
@@ -69,3 +69,15 @@ def test_a_slot_beyond_the_cache_is_an_error() -> None:
         with pytest.raises((IndexError, RuntimeError)):
             k = torch.zeros(tokens, 1, 8)
             write_kv(k, k, cache, cache.clone(), torch.full((tokens,), 8))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_another_number_of_slots_than_of_tokens_is_refused(count: int) -> None:
+    cache = torch.zeros(4, 8, 2, 16)
+    k = torch.ones(3, 2, 16)
+    slots = torch.arange(8, 8 + count)
+    with pytest.raises(ValueError, match=f"slots .{count}. for 3 tokens"):
+        write_kv(k, k, cache, cache.clone(), slots)
+    with pytest.raises(ValueError, match=f"slots .{count}. for 3 tokens"):
+        rope_and_cache(torch.ones(3, 6 * 16), torch.ones(9, 16), torch.arange(3), slots, cache, cache.clone())
+    assert not cache.any()
