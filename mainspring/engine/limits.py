@@ -75,17 +75,11 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
     max_num_seqs = settings.max_num_seqs or DEFAULT_NUM_SEQS[device.type]
     try:
         sizes = settings.cudagraph_capture_sizes
-        if sizes is None:
-            ladder = Ladder.default(max_num_seqs)
-        else:
-            ladder = Ladder(sizes)
+        ladder = Ladder.default(max_num_seqs) if sizes is None else Ladder(sizes).cut_to(max_num_seqs)
     except TypeError as error:
         raise SettingsError(f"cudagraph_capture_sizes is {sizes!r}; give a list of batch sizes") from error
     except LadderError as error:
         raise SettingsError(f"cudagraph_capture_sizes: {error}") from error
-    usable = [size for size in ladder.sizes if size <= max_num_seqs]
-    if len(usable) < len(ladder.sizes):
-        ladder = Ladder({*usable, max_num_seqs})
     return EngineLimits(
         device=device,
         dtype=resolve_dtype(settings.dtype, config, device),

@@ -41,7 +41,6 @@ class ModelRunner:
         self.model = model
         self.limits = limits
         self.enforce_eager = enforce_eager
-        self.progress = progress
         self.buffers = FixedBuffers(limits.device)
         self.pool = GraphPool(limits.device)
         self.upload = Uploader(limits.device)

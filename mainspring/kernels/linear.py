@@ -85,7 +85,7 @@ class LinearWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product must read."""
-        return self.out_features * self.in_features * self.weight.element_size() + (
+        return self.out_features * self.in_features * self.weight.dtype.itemsize + (
             0 if self.bias is None else self.bias.nbytes
         )
 
@@ -137,13 +137,6 @@ class PackedLinearWeight(LinearWeight):
     def _product(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return product
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a product must read."""
-        return self.out_features * self.in_features * self.weight.dtype.itemsize + (
-            0 if self.bias is None else self.bias.nbytes
-        )
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute ``x @ weight.T + bias``; see :func:`linear`."""
