@@ -122,7 +122,7 @@ def measure(shape: StepShape, batch: int, context: int, max_keys: int, bandwidth
     layers = Layers(shape, batch, context, max_keys)
     without = time_graph(record(partial(layers.step, None, False, False)), 10, 3)
     floor = batch * context * shape.kv_heads * shape.head_dim * 4 / bandwidth * 1e6
-    chosen = plan_splits(batch, shape.kv_heads, max_keys, 64)
+    chosen = plan_splits(batch, shape.kv_heads, max_keys, 2 * shape.head_dim, ring=True)
     print(
         f"\n== {shape.name}, {batch} rows of {context} keys (of {max_keys}): products alone "
         f"{without / shape.layers * 1e3:.2f} us a layer, floor of attention {floor:.2f} us"

@@ -42,8 +42,8 @@ class Sampler(Protocol):
     def note(
         self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, ring: TokenRing
     ) -> None:
-        """Take over the ``tokens`` ``[b]`` chosen in the rows that run; ``logits`` are the model's own, and the ``ring``
-        has not yet got the step's entry."""
+        """Take over the ``tokens`` ``[b]`` chosen in the rows that run; ``logits`` are the model's own, and the
+        ``ring`` has not yet got the step's entry."""
         ...
 
 
