@@ -28,11 +28,8 @@ import triton  # noqa: E402
 from benchmarks.gemv_chain import SHAPES, StepShape, read_bandwidth, record, time_graph  # noqa: E402
 from mainspring.kernels.linear import LinearWeight, linear  # noqa: E402
 from mainspring.kernels.seats import embed  # noqa: E402
-from mainspring.kernels.triton.decode_attention import (  # noqa: E402
-    SplitPlan,
-    plan_splits,
-    rope_and_decode_attention,
-)
+from mainspring.kernels.triton.attention_plan import SplitPlan, plan_splits  # noqa: E402
+from mainspring.kernels.triton.decode_attention import rope_and_decode_attention  # noqa: E402
 
 BLOCK_SIZE = 16
 

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 from pdl_race import Case, check_reads, check_writes, late_copy, perform, placed  # noqa: E402
 
 from mainspring.kernels.triton import activation, norm, pdl, rope, sampling, seats  # noqa: E402
-from mainspring.kernels.triton.decode_attention import SplitPlan, decode_attention, rope_and_decode_attention  # noqa: E402
+from mainspring.kernels.triton.attention_plan import SplitPlan  # noqa: E402
+from mainspring.kernels.triton.decode_attention import decode_attention, rope_and_decode_attention  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
