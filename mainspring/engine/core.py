@@ -31,6 +31,7 @@ from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats, StepClock
 from mainspring.engine.step import IDLE
+from mainspring.graphs import Recording
 from mainspring.models.loader import load_config, load_model, update_weights
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
@@ -261,6 +262,11 @@ class EngineCore:
         """Give back the memory of everything recorded; it is recorded again when next needed."""
         with self._exclusive():
             self.runner.release_graphs()
+
+    def recording(self) -> Recording:
+        """What the engine has recorded: operation lists and address books, as plain data."""
+        with self._exclusive():
+            return self.runner.recording()
 
     def close(self) -> None:
         """End every request and give back the KV cache, the recordings and the model."""

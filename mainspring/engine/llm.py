@@ -20,6 +20,7 @@ from mainspring.engine.outputs import RequestOutput
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats
+from mainspring.graphs import Recording
 
 #: A prompt: text, or token ids as ``{"prompt_token_ids": [...]}``, or text as ``{"prompt": "..."}``.
 Prompt = str | Mapping[str, Any]
@@ -94,6 +95,10 @@ class LLM:
     def release_graphs(self) -> None:
         """Give back the memory of everything recorded; it is recorded again when next needed."""
         self.core.release_graphs()
+
+    def recording(self) -> Recording:
+        """What is recorded: each rung's operation list and address book, as plain data; see docs/graphs.md."""
+        return self.core.recording()
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made."""

@@ -26,7 +26,7 @@ from mainspring.engine.scheduler import DecodePlan, PrefillPlan
 from mainspring.engine.seats import SeatTable
 from mainspring.engine.step import RING_STEPS, Sampler, Step, TokenRing
 from mainspring.engine.transfer import Download, Uploader
-from mainspring.graphs import FixedBuffers, GraphPool, GraphRunner, Input
+from mainspring.graphs import FixedBuffers, GraphPool, GraphRunner, Input, Recording
 from mainspring.models.decoder import Decoder
 from mainspring.models.inputs import ModelInputs
 
@@ -112,6 +112,15 @@ class ModelRunner:
         """Record the plain step on the ladder, or on some of its rungs. The full step is recorded when first needed."""
         if not self.enforce_eager:
             self.runners[PLAIN].capture(sizes)
+
+    def recording(self) -> Recording:
+        """What both variants of the step have recorded, as plain data."""
+        totals = {"pool": self.pool.nbytes, "buffers": self.buffers.nbytes, "kv_cache": self._kv_bytes}
+        return Recording.merge((runner.recording() for runner in self.runners.values()), "decode", totals)
+
+    @property
+    def _kv_bytes(self) -> int:
+        return self.buffers["kv_cache"].nbytes if "kv_cache" in self.buffers else 0
 
     @property
     def step(self) -> Step:

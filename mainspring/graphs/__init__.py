@@ -16,17 +16,21 @@ from mainspring.graphs.cuda_graph import CudaGraph
 from mainspring.graphs.errors import CaptureError, GraphError, LadderError, StaleAddressError
 from mainspring.graphs.ladder import Ladder
 from mainspring.graphs.pool import GraphPool
+from mainspring.graphs.recording import AddressEntry, Dependency, RecordedOperation, Recording, RungRecording, Use
 from mainspring.graphs.report import Address, CaptureReport, Operation, TensorUse
 from mainspring.graphs.runner import GraphRunner
+from mainspring.graphs.spans import Span
 from mainspring.graphs.staging import Staging
 from mainspring.graphs.step_io import Input
 
 __all__ = [
     "Address",
+    "AddressEntry",
     "CaptureError",
     "CaptureReport",
     "CpuGraph",
     "CudaGraph",
+    "Dependency",
     "FixedBuffers",
     "GraphCounters",
     "GraphError",
@@ -36,8 +40,13 @@ __all__ = [
     "Ladder",
     "LadderError",
     "Operation",
+    "RecordedOperation",
+    "Recording",
+    "RungRecording",
     "Signature",
-    "StaleAddressError",
+    "Span",
     "Staging",
+    "StaleAddressError",
     "TensorUse",
+    "Use",
 ]

@@ -50,6 +50,14 @@ class Signature:
             return cls(id(tensor), tuple(tensor.shape), (), tensor.dtype)
         return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to the last element, gaps included; 0 for an opaque tensor, which has no address."""
+        if len(self.stride) != len(self.shape) or 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
     def matches(self, tensor: Tensor) -> bool:
         """Whether `tensor` still has this signature; cheap enough for every call."""
         if is_opaque(tensor):
@@ -177,6 +185,14 @@ class FixedBuffers(Mapping[str, Tensor]):
             at -= 1
         return None
 
+    def extents(self) -> list[tuple[int, int, str]]:
+        """Where each buffer that has an address was recorded: start, end and name, in the order of entry."""
+        return [
+            (signature.address, signature.address + signature.nbytes, name)
+            for name, signature in self._recorded.items()
+            if signature.nbytes
+        ]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the memory made by `allocate`; adopted memory is not counted."""
@@ -202,12 +218,7 @@ class FixedBuffers(Mapping[str, Tensor]):
 
     def _build_index(self) -> tuple[list[int], list[int], list[int], list[str]]:
         """Starts, ends, furthest end so far, and names, by ascending start and descending length."""
-        spans = []
-        for name, getter in self._getters.items():
-            tensor = getter()
-            if not is_opaque(tensor) and tensor.numel():
-                start = self._recorded[name].address
-                spans.append((start, -(start + extent_bytes(tensor)), name))
+        spans = [(start, -end, name) for start, end, name in self.extents()]
         spans.sort(key=lambda span: span[:2])
         reach: list[int] = []
         for _, end, _ in spans:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,7 @@ class RecordedOp:
             output is an argument or no tensor.
         reads: tensors that it reads.
         writes: tensors that it writes.
+        constant: it copies a literal that the recording holds.
     """
 
     name: str
@@ -86,6 +87,7 @@ class RecordedOp:
     results: tuple[TensorRef | None, ...] = ()
     reads: tuple[Tensor | TensorRef, ...] = ()
     writes: tuple[Tensor | TensorRef, ...] = ()
+    constant: bool = False
 
 
 def map_structure(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -208,26 +210,39 @@ class Program:
     def describe(self, resolve: Callable[[Any], Any]) -> tuple[Operation, ...]:
         """The operation list with the addresses that `resolve` gives."""
         described = []
+        writers: dict[int, int] = {}
         for index, operation in enumerate(self.operations):
             uses: dict[tuple[int | None, tuple[int, ...], tuple[int, ...], torch.dtype], TensorUse] = {}
             for role, values in (("read", operation.reads), ("write", operation.writes)):
                 for value in values:
-                    use = self._use(role, value, resolve(value))
+                    use = self._use(role, value, resolve(value), operation.constant)
                     key = (use.address, use.shape, use.stride, resolve(value).dtype)
                     if key in uses and uses[key].role != role:
-                        use = self._use("read_write", value, resolve(value))
+                        use = replace(use, role="read_write")
                     uses[key] = use
-            described.append(Operation(index, operation.name, operation.kind, tuple(uses.values())))
+            touched = [_memory_key(value) for value in (*operation.reads, *operation.writes)]
+            after = tuple(sorted({writers[key] for key in touched if key in writers}))
+            writers.update((_memory_key(value), index) for value in operation.writes)
+            described.append(Operation(index, operation.name, operation.kind, tuple(uses.values()), after=after))
         return tuple(described)
 
-    def _use(self, role: str, value: Tensor | TensorRef, tensor: Tensor) -> TensorUse:
+    def _use(self, role: str, value: Tensor | TensorRef, tensor: Tensor, constant: bool) -> TensorUse:
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         if is_opaque(tensor):
-            return TensorUse(role, None, 0, shape, (), dtype, "opaque")
-        owner = None
+            return TensorUse(role, None, 0, shape, (), dtype, "opaque", identity=id(value))
+        owner = "constant" if constant else None
+        storage = tensor.untyped_storage()
         if isinstance(value, TensorRef):
             owner = "pool" if self.storages[value.storage].pinned is None else "output"
-        return TensorUse(role, tensor.data_ptr(), extent_bytes(tensor), shape, tensor.stride(), dtype, owner)
+        base = (storage.data_ptr(), storage.nbytes())
+        return TensorUse(role, tensor.data_ptr(), extent_bytes(tensor), shape, tensor.stride(), dtype, owner, base)
+
+
+def _memory_key(value: Tensor | TensorRef) -> int:
+    """What tells memory that the run made (below 0) and memory from outside apart."""
+    if isinstance(value, TensorRef):
+        return -1 - value.storage
+    return id(value) if is_opaque(value) else value.untyped_storage()._cdata
 
 
 def _bind_operation(operation: RecordedOp, resolve: Callable[[Any], Any]) -> Callable[[], object]:

@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._adopt(fresh)
             for out in fresh:
                 if out is not None:
-                    self._copy(name, out, literal(out))
+                    self._copy(name, out, literal(out), constant=True)
             return result
         self._functional(name, func, args, kwargs, frozen_args, frozen_kwargs, fresh, reads)
         return result
@@ -225,13 +225,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A new tensor that holds a literal; copied afresh on every replay: the run may write it."""
         made = value.clone()
         self._adopt([made])
-        self._copy(name, made, literal(value))
+        self._copy(name, made, literal(value), constant=True)
         return made
 
-    def _copy(self, name: str, target: Tensor, source: Tensor | TensorRef) -> None:
+    def _copy(self, name: str, target: Tensor, source: Tensor | TensorRef, constant: bool = False) -> None:
         ref = self._frozen(target)
         reads = (source,)
         self._append(name, "copy", Tensor.copy_, (ref, source), {}, [], reads, (ref,))
+        self._program.operations[-1].constant = constant
 
     def _append(
         self,

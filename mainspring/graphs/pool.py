@@ -34,6 +34,11 @@ class CpuArena:
         """Size in bytes."""
         return self._storage.nbytes()
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Address and size in bytes."""
+        return self._storage.data_ptr(), self._storage.nbytes()
+
     def join(self, user: ArenaUser, nbytes: int) -> None:
         """Give `user` the first `nbytes` bytes; if the arena must grow, every user moves."""
         if nbytes > self.nbytes:

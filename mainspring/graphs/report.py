@@ -21,7 +21,10 @@ class TensorUse:
         stride: in elements.
         dtype: such as "float32".
         owner: "pool" for an intermediate in the shared arena, "output" for a result held by the graph,
-            "opaque", or None for memory from outside, which `FixedBuffers.owner_of` may name.
+            "constant" for a literal that the recording holds, "opaque", or None for memory from outside, which
+            `FixedBuffers.owner_of` may name.
+        base: address and bytes of the whole storage in which the tensor lies; None for an opaque tensor.
+        identity: `id` of an opaque tensor, by which `FixedBuffers.recorded` knows it; else None.
     """
 
     role: str
@@ -31,6 +34,13 @@ class TensorUse:
     stride: tuple[int, ...]
     dtype: str
     owner: str | None
+    base: tuple[int, int] | None = None
+    identity: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Such as "float32[4, 64]"."""
+        return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class Operation:
             (CUDA).
         tensors: what it reads and writes; empty for a CUDA node, whose parameters are not read here.
         handle: CUDA node handle as an integer, or None.
+        after: indices of the operations that last wrote what it reads or writes (CPU).
     """
 
     index: int
@@ -51,6 +62,7 @@ class Operation:
     kind: str
     tensors: tuple[TensorUse, ...] = ()
     handle: int | None = None
+    after: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -18,6 +18,8 @@ from mainspring.graphs.errors import GraphError, LadderError
 from mainspring.graphs.ladder import Ladder
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.progress import track
+from mainspring.graphs.reading import read_runner
+from mainspring.graphs.recording import Recording
 from mainspring.graphs.report import CaptureReport
 from mainspring.graphs.staging import Staging
 from mainspring.graphs.step_io import Input, InputBuffer, OutputBuffers
@@ -162,6 +164,10 @@ class GraphRunner:
             graph.release()
         self.graphs.clear()
         self._steps.clear()
+
+    def recording(self) -> Recording:
+        """What is recorded now: each rung's operation list and address book, as plain data."""
+        return read_runner(self)
 
     def check(self) -> None:
         """Compare every named buffer with what was recorded.
