@@ -9,6 +9,7 @@ Knows tensors and callables only; usable for any `torch` module:
 
 from __future__ import annotations
 
+from mainspring.graphs.audit import AuditReport, Finding
 from mainspring.graphs.buffers import FixedBuffers, Signature
 from mainspring.graphs.counters import GraphCounters
 from mainspring.graphs.cpu_graph import CpuGraph
@@ -26,11 +27,13 @@ from mainspring.graphs.step_io import Input
 __all__ = [
     "Address",
     "AddressEntry",
+    "AuditReport",
     "CaptureError",
     "CaptureReport",
     "CpuGraph",
     "CudaGraph",
     "Dependency",
+    "Finding",
     "FixedBuffers",
     "GraphCounters",
     "GraphError",

@@ -53,10 +53,15 @@ class Signature:
     @property
     def nbytes(self) -> int:
         """Bytes from the first to the last element, gaps included; 0 for an opaque tensor, which has no address."""
-        if len(self.stride) != len(self.shape) or 0 in self.shape:
+        if self.is_opaque or 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether the tensor has no address of its own."""
+        return len(self.stride) != len(self.shape)
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether `tensor` still has this signature; cheap enough for every call."""
@@ -140,9 +145,17 @@ class FixedBuffers(Mapping[str, Tensor]):
 
         Returns:
             The names whose signature changed by this.
+
+        Raises:
+            StaleAddressError: a buffer is gone.
         """
         changed = []
         for name in self._getters if names is None else names:
+            change = self.change(name)
+            if change is None:
+                continue
+            if not isinstance(self._getters[name](), Tensor):
+                raise StaleAddressError(name, *change)
             signature = Signature.of(self[name])
             if signature != self._recorded[name]:
                 self._recorded[name] = signature
@@ -163,12 +176,23 @@ class FixedBuffers(Mapping[str, Tensor]):
         """Compare every buffer (or those in `names`) with what was recorded.
 
         Raises:
-            StaleAddressError: the first buffer whose address, shape, stride or dtype differs.
+            StaleAddressError: the first buffer whose address, shape, stride or dtype differs, or that is gone.
         """
         for name in self._getters if names is None else names:
-            tensor, recorded = self._getters[name](), self._recorded[name]
-            if not recorded.matches(tensor):
-                raise StaleAddressError(name, str(recorded), str(Signature.of(tensor)))
+            change = self.change(name)
+            if change is not None:
+                raise StaleAddressError(name, *change)
+
+    def change(self, name: str) -> tuple[str, str] | None:
+        """How buffer `name` was recorded and what it is now, as text; None where that is the same."""
+        recorded = self._recorded[name]
+        try:
+            tensor: object = self._getters[name]()
+        except (AttributeError, KeyError, IndexError, ReferenceError):
+            tensor = None
+        if not isinstance(tensor, Tensor):
+            return str(recorded), "gone: nobody holds it, and its memory may be another tensor's by now"
+        return None if recorded.matches(tensor) else (str(recorded), str(Signature.of(tensor)))
 
     def owner_of(self, address: int) -> tuple[str, int] | None:
         """Name and byte offset of the innermost recorded buffer that holds `address`, or None.
@@ -192,6 +216,10 @@ class FixedBuffers(Mapping[str, Tensor]):
             for name, signature in self._recorded.items()
             if signature.nbytes
         ]
+
+    def packed(self) -> dict[int, str]:
+        """Names of the opaque tensors, by their identity."""
+        return {signature.address: name for name, signature in self._recorded.items() if signature.is_opaque}
 
     @property
     def nbytes(self) -> int:

@@ -25,6 +25,9 @@ class GraphCounters:
         uploads_skipped: inputs whose fixed buffer held the values already.
         captures: the latest recording of each rung.
         recaptures: rungs recorded again, by reason.
+        audits: audits made after recording.
+        audit_seconds: what reading and auditing took then.
+        audit_findings: what the last of them found.
     """
 
     rows: int = 0
@@ -36,6 +39,9 @@ class GraphCounters:
     uploads_skipped: int = 0
     captures: dict[int, CaptureReport] = field(default_factory=dict)
     recaptures: Counter[str] = field(default_factory=Counter)
+    audits: int = 0
+    audit_seconds: float = 0.0
+    audit_findings: int = 0
 
     @property
     def steps(self) -> int:
@@ -72,4 +78,7 @@ class GraphCounters:
             "uploads_skipped": self.uploads_skipped,
             "captures": {size: report.as_dict() for size, report in sorted(self.captures.items())},
             "recaptures": dict(self.recaptures),
+            "audits": self.audits,
+            "audit_seconds": self.audit_seconds,
+            "audit_findings": self.audit_findings,
         }

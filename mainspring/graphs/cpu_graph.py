@@ -14,6 +14,7 @@ from mainspring.graphs.cpu_program import Program, map_structure
 from mainspring.graphs.cpu_recorder import Recorder
 from mainspring.graphs.cpu_watch import Observer, refuse_host_access
 from mainspring.graphs.errors import GraphError
+from mainspring.graphs.outside import OutsideTensor, outside_of
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.report import Address, Operation, address_book
 
@@ -30,12 +31,17 @@ class CpuGraph:
         pool: whose arena holds the intermediates.
         seconds: wall time of the capture.
         pool_bytes_added: bytes by which the arena grew.
+        executable_bytes: always 0; see `CudaGraph`.
+        outside: memory that the operations use and that is not the recording's own.
     """
+
+    executable_bytes = 0
 
     def __init__(self, program: Program, pool: GraphPool) -> None:
         self.pool = pool
         self.seconds = 0.0
         self.pool_bytes_added = 0
+        self.outside: tuple[OutsideTensor, ...] = ()
         self._program: Program | None = program
         self._calls: tuple[Callable[[], object], ...] = ()
         self._resolve: Callable[[Any], Any] = lambda value: value
@@ -88,6 +94,7 @@ class CpuGraph:
                 raise capture_error(name, error) from error
             program.plan()
             graph = cls(program, pool)
+        graph.outside = tuple(outside_of(program))
         graph.seconds = time.perf_counter() - started
         return graph
 
@@ -152,4 +159,5 @@ class CpuGraph:
         """Give up the recording and everything that it holds."""
         self.pool.arena.leave(self)
         self._program, self._calls, self._outputs = None, (), None
+        self.outside = ()
         self._resolve = lambda value: value

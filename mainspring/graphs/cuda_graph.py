@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from mainspring.graphs.capture import capture_error, held_collector, refuse_forked
+from mainspring.graphs.cuda_nodes import cuda_driver
 from mainspring.graphs.errors import CaptureError, GraphError
+from mainspring.graphs.outside import OutsideObserver, OutsideTensor
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.report import Address, Operation, address_book
 
@@ -30,6 +32,9 @@ class CudaGraph:
         pool: whose memory pool holds the intermediates.
         seconds: wall time of warm-up, capture and instantiation.
         pool_bytes_added: bytes by which the allocator's reserve grew during the capture.
+        executable_bytes: device memory that instantiating the graph took.
+        outside: memory that the warm-up run took from outside, by references that do not hold it.
+        bodies: graphs inside of conditional nodes by node handle, for versions of CUDA that do not tell them.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int, int], outputs: Any) -> None:
@@ -38,6 +43,9 @@ class CudaGraph:
         pool.add_graph(handle)
         self.seconds = 0.0
         self.pool_bytes_added = 0
+        self.executable_bytes = 0
+        self.outside: tuple[OutsideTensor, ...] = ()
+        self.bodies: dict[int, list[int]] = {}
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
         self._operations: tuple[Operation, ...] | None = None
@@ -75,15 +83,19 @@ class CudaGraph:
             pool.stream.wait_stream(outer)
             try:
                 with torch.cuda.stream(pool.stream):
-                    _warm_up(fn, max(1, warmup), name)
+                    outside = _warm_up(fn, max(1, warmup), name)
                     torch.cuda.synchronize()
                     before = torch.cuda.memory_reserved()
                     graph, handle, outputs = _record(fn, pool, name)
             finally:
                 outer.wait_stream(pool.stream)
             added = torch.cuda.memory_reserved() - before
+            free = torch.cuda.mem_get_info()[0]
             graph.instantiate()
+            executable = max(free - torch.cuda.mem_get_info()[0], 0)
         recorded = cls(graph, pool, handle, outputs)
+        recorded.executable_bytes = executable
+        recorded.outside = tuple(tensor for tensor in outside if tensor.change() is None)
         recorded.pool_bytes_added = added
         recorded.seconds = time.perf_counter() - started
         return recorded
@@ -112,15 +124,20 @@ class CudaGraph:
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """The nodes by kind, in the order of the driver; empty without `cuda.bindings`."""
+        """The nodes by kind, in the order of the driver; empty without `cuda.bindings`. `Recording.of` tells more."""
         if self._operations is None:
-            self._operations = () if self._graph is None else _nodes(self.raw)
+            driver = None if self._graph is None else cuda_driver()
+            nodes = [] if driver is None else [(node, driver.kind(node)) for node in driver.nodes(self.raw)]
+            self._operations = tuple(
+                Operation(index, kind, kind, handle=node) for index, (node, kind) in enumerate(nodes)
+            )
         return self._operations
 
     @property
     def num_operations(self) -> int:
         """Number of nodes; 0 where `cuda.bindings` is not installed."""
-        return 0 if self._graph is None else _count(self.raw)
+        driver = None if self._graph is None else cuda_driver()
+        return 0 if driver is None else len(driver.nodes(self.raw))
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -146,16 +163,18 @@ class CudaGraph:
         if self._graph is not None:
             torch.cuda.synchronize(self.pool.device)
             self._graph.reset()
-            self._graph, self._outputs, self._operations = None, None, ()
+            self._graph, self._outputs, self._operations, self.outside = None, None, (), ()
             self.pool.remove_graph(self._handle)
 
 
-def _warm_up(fn: Callable[[], Any], runs: int, name: str) -> None:
-    """Run `fn` outside of a capture and see that it leaves the random generators alone."""
+def _warm_up(fn: Callable[[], Any], runs: int, name: str) -> list[OutsideTensor]:
+    """Run `fn` outside of a capture, see that it leaves the random generators alone, and tell what it uses."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     offset, cpu_state = generator.get_offset(), torch.random.get_rng_state()
     try:
-        for _ in range(runs):
+        for _ in range(runs - 1):
+            fn()
+        with OutsideObserver() as observer:
             fn()
     except Exception as error:
         raise capture_error(name, error) from error
@@ -164,6 +183,8 @@ def _warm_up(fn: Callable[[], Any], runs: int, name: str) -> None:
             f"recording {name!r} failed: it draws from the random generator, whose state would not be "
             f"part of the recording. Compute random numbers from a seed and a counter that are tensors"
         )
+    found: list[OutsideTensor] = observer.found()
+    return found
 
 
 @contextmanager
@@ -217,43 +238,3 @@ def _end_broken(graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int,
     with suppress(RuntimeError):
         graph.reset()
     pool.retire_if_empty(handle)
-
-
-def _bindings() -> Any:
-    """`cuda.bindings.runtime`, or None where it is not installed."""
-    try:
-        from cuda.bindings import runtime  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        return None
-    return runtime
-
-
-def _count(raw: int) -> int:
-    """Number of nodes of a `cudaGraph_t`; 0 without `cuda.bindings`."""
-    runtime = _bindings()
-    if runtime is None:
-        return 0
-    error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(init_value=raw))
-    _check(error, "cudaGraphGetNodes")
-    return int(count)
-
-
-def _nodes(raw: int) -> tuple[Operation, ...]:
-    """The nodes of a `cudaGraph_t` and their kinds; empty without `cuda.bindings`."""
-    runtime = _bindings()
-    if runtime is None:
-        return ()
-    error, nodes, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(init_value=raw), _count(raw))
-    _check(error, "cudaGraphGetNodes")
-    operations = []
-    for index, node in enumerate(nodes[:count]):
-        error, kind = runtime.cudaGraphNodeGetType(node)
-        _check(error, "cudaGraphNodeGetType")
-        label = str(kind.name).removeprefix("cudaGraphNodeType").lower()
-        operations.append(Operation(index, label, label, handle=int(node)))
-    return tuple(operations)
-
-
-def _check(error: Any, call: str) -> None:
-    if int(error) != 0:
-        raise GraphError(f"{call} failed with {error}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = ["CaptureError", "GraphError", "LadderError", "StaleAddressError"]
 
 
@@ -17,6 +19,10 @@ class CaptureError(GraphError):
     """A callable could not be recorded; the error that stopped it, if any, is the `__cause__`."""
 
 
+_MOVED = "copy new contents into the recorded tensor, or accept the new one (FixedBuffers.accept) and record again"
+_LOST = ("gone", "given back", "let go", "in memory")
+
+
 class StaleAddressError(GraphError):
     """A named buffer is no longer what was recorded, so a replay would read or write other memory.
 
@@ -24,18 +30,21 @@ class StaleAddressError(GraphError):
         buffer: name of the buffer.
         recorded: address in bytes, shape, stride and dtype at the time of recording, as text.
         current: the same as it is now.
+        uses: which recorded operations use it, where that is known.
     """
 
-    def __init__(self, buffer: str, recorded: str, current: str) -> None:
+    def __init__(self, buffer: str, recorded: str, current: str, uses: Sequence[str] = ()) -> None:
+        lost = current.startswith(_LOST)
         super().__init__(
-            f"buffer {buffer!r} was recorded at {recorded} but is now at {current}; copy new contents "
-            f"into the recorded tensor, or accept the new one (FixedBuffers.accept) and record the graphs "
-            f"again"
+            f"buffer {buffer!r} was recorded at {recorded} but is now {'' if lost else 'at '}{current}; "
+            + ("keep it for as long as the graphs live" if lost else _MOVED)
+            + (f" (used by {'; '.join(uses[:3])}{', ...' if len(uses) > 3 else ''})" if uses else "")
         )
         self.buffer = buffer
         self.recorded = recorded
         self.current = current
+        self.uses = tuple(uses)
 
-    def __reduce__(self) -> tuple[type[StaleAddressError], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type[StaleAddressError], tuple[str, str, str, tuple[str, ...]]]:
         """Made again from its parts, not from its message, where it crosses to another process."""
-        return type(self), (self.buffer, self.recorded, self.current)
+        return type(self), (self.buffer, self.recorded, self.current, self.uses)

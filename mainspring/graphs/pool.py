@@ -92,6 +92,11 @@ class GraphPool:
         return self._handle
 
     @property
+    def handles(self) -> tuple[tuple[int, int], ...]:
+        """torch's names for every CUDA memory pool that graphs of this one may lie in."""
+        return tuple(self._handles)
+
+    @property
     def stream(self) -> torch.cuda.Stream:
         """The stream on which graphs are recorded: torch reuses memory within one stream only."""
         if self._stream is None:

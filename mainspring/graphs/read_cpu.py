@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from mainspring.graphs.buffers import FixedBuffers, is_opaque
+from mainspring.graphs.allocator import POOL
+from mainspring.graphs.buffers import FixedBuffers
 from mainspring.graphs.recording import Dependency, RecordedOperation, RungRecording, Use, address_entries
 from mainspring.graphs.report import Operation, TensorUse
 from mainspring.graphs.spans import Span, SpanMap
 
-__all__ = ["POOL", "RANKS", "cpu_spans", "named_spans", "read_cpu"]
-
-POOL = "graph pool"
-"""Owner of what lies in the memory that graphs share."""
+__all__ = ["RANKS", "cpu_spans", "named_spans", "read_cpu"]
 
 RANKS = {"buffer": 3, "output": 2, "constant": 2, "pool": 1, "tensor": 1}
 """A named buffer answers before anything else that holds an address."""
@@ -36,7 +34,7 @@ def cpu_spans(
     spans = [*named_spans(buffers), Span(POOL, "pool", *arena)]
     seen: set[tuple[int, int]] = {arena}
     known = SpanMap(spans, RANKS)
-    opaque = {id(tensor): name for name, tensor in buffers.items() if is_opaque(tensor)}
+    opaque = buffers.packed()
     counts: dict[str, int] = {}
     for operations in graphs:
         for operation in operations:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from mainspring.graphs.allocator import allocator_spans, snapshot
 from mainspring.graphs.buffers import FixedBuffers
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
+from mainspring.graphs.cuda_nodes import cuda_driver
+from mainspring.graphs.errors import GraphError
+from mainspring.graphs.outside import outside_spans
 from mainspring.graphs.pool import GraphPool
-from mainspring.graphs.read_cpu import cpu_spans, read_cpu
+from mainspring.graphs.read_cpu import cpu_spans, named_spans, read_cpu
+from mainspring.graphs.read_cuda import RANKS, CudaReader
 from mainspring.graphs.recording import Recording, RungRecording
-from mainspring.graphs.spans import SpanMap
+from mainspring.graphs.spans import Span, SpanMap
 
-__all__ = ["RecordedRunner", "read_graph", "read_graphs", "read_runner"]
+__all__ = ["RecordedRunner", "cuda_spans", "read_graph", "read_graphs", "read_runner"]
 
 
 class RecordedRunner(Protocol):
@@ -48,15 +53,61 @@ def read_graphs(
     device: torch.device | str = "cpu",
 ) -> Recording:
     """The recordings of `graphs`, by size, which lie in `pool` and use `buffers`."""
-    rungs, spans = _read_cpu(graphs, buffers, pool, name)
+    if pool.device.type == "cuda":
+        rungs, spans = _read_cuda(graphs, buffers, pool, name)
+    else:
+        rungs, spans = _read_cpu(graphs, buffers, pool, name)
     totals = {"pool": pool.nbytes, "buffers": buffers.nbytes}
-    memory = tuple(sorted(spans.spans, key=lambda span: (span.address, -span.nbytes)))
-    return Recording(tuple(rungs), str(device), memory, totals, name)
+    return Recording(tuple(rungs), str(device), _in_use(rungs, spans), totals, name)
+
+
+def _in_use(rungs: Sequence[RungRecording], spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The spans that have a name or in which a recorded address lies, by address."""
+    owners = {entry.owner for rung in rungs for entry in rung.addresses}
+    kept = {span for span in spans if span.kind == "buffer" or span.owner in owners}
+    return tuple(sorted(kept, key=lambda span: (span.address, -span.nbytes, span.owner)))
+
+
+def _read_cuda(
+    graphs: Mapping[int, CpuGraph | CudaGraph], buffers: FixedBuffers, pool: GraphPool, name: str
+) -> tuple[list[RungRecording], list[Span]]:
+    driver = cuda_driver()
+    if driver is None:
+        raise GraphError(
+            "reading a CUDA graph needs the package cuda-bindings, which is not installed here; install it with "
+            "`pip install cuda-bindings`"
+        )
+    reader = CudaReader(driver, SpanMap(cuda_spans(graphs.values(), buffers, pool), RANKS))
+    rungs = []
+    for size, graph in graphs.items():
+        if isinstance(graph, CudaGraph):
+            reader.bodies = graph.bodies
+            rungs.append(
+                reader.read(
+                    graph.raw,
+                    size=size,
+                    name=name,
+                    pool_bytes=graph.pool_bytes_added,
+                    capture_seconds=graph.seconds,
+                    executable_bytes=graph.executable_bytes,
+                )
+            )
+    return rungs, [*reader.spans.spans, *reader.found]
+
+
+def cuda_spans(graphs: Iterable[CpuGraph | CudaGraph], buffers: FixedBuffers, pool: GraphPool) -> list[Span]:
+    """Who owns what on the pool's device now: named buffers, tensors that the graphs use, what the allocator holds."""
+    used = [outside for graph in graphs for outside in graph.outside if outside.change() is None]
+    return [
+        *named_spans(buffers),
+        *outside_spans(used),
+        *allocator_spans(snapshot(pool.device), pool.handles),
+    ]
 
 
 def _read_cpu(
     graphs: Mapping[int, CpuGraph | CudaGraph], buffers: FixedBuffers, pool: GraphPool, name: str
-) -> tuple[list[RungRecording], SpanMap]:
+) -> tuple[list[RungRecording], list[Span]]:
     listed = {size: graph.operations for size, graph in graphs.items()}
     spans, opaque = cpu_spans(listed.values(), buffers, pool.arena.extent)
     rungs = [
@@ -71,4 +122,4 @@ def _read_cpu(
         )
         for size, graph in graphs.items()
     ]
-    return rungs, spans
+    return rungs, list(spans.spans)

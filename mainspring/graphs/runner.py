@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mainspring.graphs.audit import Auditor, AuditReport
 from mainspring.graphs.buffers import FixedBuffers
 from mainspring.graphs.capture import held_collector, refuse_forked
 from mainspring.graphs.counters import GraphCounters
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
+from mainspring.graphs.cuda_nodes import cuda_driver
 from mainspring.graphs.errors import GraphError, LadderError
 from mainspring.graphs.ladder import Ladder
 from mainspring.graphs.pool import GraphPool
@@ -25,6 +29,8 @@ from mainspring.graphs.staging import Staging
 from mainspring.graphs.step_io import Input, InputBuffer, OutputBuffers
 
 __all__ = ["AUDIT_VARIABLE", "GraphRunner"]
+
+logger = logging.getLogger(__name__)
 
 AUDIT_VARIABLE = "MAINSPRING_AUDIT"
 """Environment variable; "1" checks every named buffer before each step."""
@@ -88,6 +94,7 @@ class GraphRunner:
         self._staging = Staging(self.device, slot_bytes, depth=4 * len(inputs))
         self._steps: dict[int, Callable[[], None]] = {}
         self._generation = self.buffers.generation
+        self._auditor = Auditor(self)
 
     def __call__(self, **inputs: Tensor | Sequence[Any]) -> Any:
         """Run one batch.
@@ -137,7 +144,32 @@ class GraphRunner:
         if not missing:
             return []
         with held_collector(collect=self.device.type == "cuda"):
-            return [self._record(rung) for rung in track(missing, f"recording {self.name}", self._progress)]
+            reports = [self._record(rung) for rung in track(missing, f"recording {self.name}", self._progress)]
+        self._audit_new(missing)
+        return reports
+
+    def _audit_new(self, sizes: Sequence[int]) -> None:
+        """Read what was just recorded and look at its addresses, where they can be read."""
+        if not self.can_be_read:
+            return
+        started = time.perf_counter()
+        try:
+            self._auditor.take(sizes)
+            report = self._auditor.audit(sizes)
+        except (
+            GraphError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # they are good all the same
+            logger.warning("the recordings of %s could not be read: %s", self.name, error)
+            return
+        self.counters.audits += 1
+        self.counters.audit_seconds += time.perf_counter() - started
+        self.counters.audit_findings = len(report.findings)
+        if not report.ok:
+            if os.environ.get(AUDIT_VARIABLE) == "1":
+                report.raise_findings()
+            logger.warning("audit of %s: %s", self.name, report)
 
     def recapture(self, reason: str) -> list[CaptureReport]:
         """Accept the present addresses of every buffer and record again what was recorded.
@@ -164,6 +196,20 @@ class GraphRunner:
             graph.release()
         self.graphs.clear()
         self._steps.clear()
+        self._auditor.forget()
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether recordings can be read here: on a GPU that takes the package cuda-bindings."""
+        return self.device.type != "cuda" or cuda_driver() is not None
+
+    def audit(self) -> AuditReport:
+        """Compare every recorded address with the memory that there is now.
+
+        Raises:
+            GraphError: recordings cannot be read here.
+        """
+        return self._auditor.audit()
 
     def recording(self) -> Recording:
         """What is recorded now: each rung's operation list and address book, as plain data."""
@@ -195,7 +241,7 @@ class GraphRunner:
         rung = self.ladder.rung_for(rows)
         if self.buffers.generation != self._generation:
             self.recapture("a buffer was accepted at a new address")
-        self._check_addresses()
+        self._check_addresses(rung)
         graph = None
         if not self.enforce_eager:
             graph = self.graphs.get(rung)
@@ -220,10 +266,13 @@ class GraphRunner:
             counters.replays[rung] += 1
         return self._outputs.first(rows)
 
-    def _check_addresses(self) -> None:
-        """Cheap check of inputs and outputs; of everything when auditing is on."""
+    def _check_addresses(self, rung: int) -> None:
+        """Cheap check of inputs and outputs; of everything that the rung uses when auditing is on."""
         if os.environ.get(AUDIT_VARIABLE) == "1":
-            self.buffers.check()
+            if rung in self.graphs:
+                self._auditor.check(rung)
+            else:
+                self.buffers.check()
             return
         for buffer in self._inputs.values():
             buffer.check()

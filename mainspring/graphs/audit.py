@@ -1,0 +1,299 @@
+"""Does every recorded address still lie in live memory of the one that it was recorded with?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mainspring.graphs.errors import StaleAddressError
+from mainspring.graphs.outside import OutsideTensor, holders_by_storage
+from mainspring.graphs.read_cuda import RANKS
+from mainspring.graphs.reading import RecordedRunner, cuda_spans, read_graphs
+from mainspring.graphs.recording import Recording, RungRecording
+from mainspring.graphs.spans import SpanMap
+
+__all__ = ["AuditReport", "Auditor", "Finding"]
+
+_BAD = ("freed", "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One owner's memory that a recording must not use any more.
+
+    Attributes:
+        what: "moved" (the owner lies elsewhere now), "freed" (nobody owns the memory any more, or somebody else does),
+            or "unknown" (nothing known ever held the address).
+        owner: the last known owner.
+        rungs: sizes of the rungs that use it.
+        uses: each operation and parameter that uses it, such as "rung 4: operation 7 gemv_kernel, parameter 0".
+        recorded: where it was when it was recorded, as text.
+        current: what is there, or where it is, now.
+        address: the first address concerned, or None for a packed weight.
+    """
+
+    what: str
+    owner: str
+    rungs: tuple[int, ...]
+    uses: tuple[str, ...]
+    recorded: str
+    current: str
+    address: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        used = "; ".join(self.uses[:3]) + (f"; and {len(self.uses) - 3} more" if len(self.uses) > 3 else "")
+        return f"{self.what}: {self.owner!r} was recorded at {self.recorded}, now {self.current} (used by {used})"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What an audit found.
+
+    Attributes:
+        findings: one for each owner that is not what it was.
+        rungs: recordings looked at.
+        addresses: entries of their address books that are pointers.
+        struct_addresses: entries that were only seen within structs.
+        unresolved: words within structs that look like device addresses but lay in nothing known when they were read;
+            they are no findings, since they may well be no addresses.
+        owners: address book entries by kind of owner.
+        seconds: time that it took.
+    """
+
+    findings: tuple[Finding, ...]
+    rungs: int
+    addresses: int
+    struct_addresses: int
+    unresolved: int
+    owners: Mapping[str, int]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def raise_findings(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            StaleAddressError: for the first finding.
+        """
+        for finding in self.findings:
+            raise StaleAddressError(finding.owner, finding.recorded, finding.current, finding.uses)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.findings)} findings in {self.rungs} rungs: {self.addresses} pointers, {self.struct_addresses} "
+            f"addresses within structs, {self.unresolved} words that only look like some"
+        )
+        return "\n".join([head, *(f"- {finding}" for finding in self.findings)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Book:
+    """What is kept of a rung's address book: arrays, since Python objects by the thousand slow the collector down.
+
+    `addresses` [n] uint64 without packed weights; `owners` [n] are indices into `names`; `kinds` [n] into `kind_names`.
+    """
+
+    addresses: npt.NDArray[np.uint64]
+    owners: npt.NDArray[np.int32]
+    kinds: npt.NDArray[np.int8]
+    names: tuple[str, ...]
+    kind_names: tuple[str, ...]
+    buffers: tuple[str, ...]
+    pointers: int
+    structs: int
+    unresolved: int
+
+    @classmethod
+    def of(cls, rung: RungRecording) -> _Book:
+        entries = [entry for entry in rung.addresses if entry.address is not None]
+        names = tuple(dict.fromkeys(entry.owner for entry in entries))
+        kinds = tuple(dict.fromkeys(entry.kind for entry in entries))
+        at = {name: index for index, name in enumerate(names)}
+        named = [entry.owner for entry in rung.addresses if entry.kind in ("buffer", "opaque")]
+        pointers = sum(entry.typed for entry in entries)
+        return cls(
+            np.array([entry.address for entry in entries], dtype=np.uint64),
+            np.array([at[entry.owner] for entry in entries], dtype=np.int32),
+            np.array([kinds.index(entry.kind) for entry in entries], dtype=np.int8),
+            names,
+            kinds,
+            tuple(dict.fromkeys(named)),
+            pointers,
+            len(entries) - pointers,
+            rung.unresolved,
+        )
+
+
+class Auditor:
+    """Watches over one runner's recordings.
+
+    `take` reads what was just recorded and keeps where everything was; `audit` compares all of it, with the allocator's
+    present state; `check` compares, before a replay, only what can have moved.
+
+    Args:
+        runner: whose recordings; its `graphs` and `buffers` are read anew each time.
+    """
+
+    def __init__(self, runner: RecordedRunner) -> None:
+        self._runner = runner
+        self._books: dict[int, _Book] = {}
+
+    def take(self, sizes: Iterable[int]) -> Recording:
+        """Read the rungs in `sizes` as they are now, which is right after they were recorded."""
+        runner = self._runner
+        graphs = {size: runner.graphs[size] for size in sizes}
+        recording = read_graphs(graphs, runner.buffers, runner.pool, name=runner.name, device=runner.device)
+        for rung in recording.rungs:
+            self._books[rung.size] = _Book.of(rung)
+        return recording
+
+    def forget(self) -> None:
+        """The recordings are gone."""
+        self._books.clear()
+
+    def check(self, size: int) -> None:
+        """Before a replay: compare the named buffers and the tensors from outside that this rung uses.
+
+        Raises:
+            StaleAddressError: the first that is not what was recorded.
+        """
+        book = self._books.get(size)
+        names = self._runner.buffers if book is None else book.buffers
+        for name in names:
+            if name not in self._runner.buffers:
+                continue
+            change = self._runner.buffers.change(name)
+            if change is not None:
+                raise StaleAddressError(name, *change, self._uses([size], name))
+        for outside, became in self._changed([size]):
+            uses = self._uses([size], outside.owner) or (f"rung {size}: {outside.operation}",)
+            raise StaleAddressError(outside.owner, outside.recorded, became[1], uses)
+
+    def audit(self, sizes: Iterable[int] | None = None) -> AuditReport:
+        """Compare everything that is recorded now, or the rungs in `sizes`."""
+        started = time.perf_counter()
+        runner = self._runner
+        sizes = [size for size in runner.graphs] if sizes is None else list(sizes)
+        missing = [size for size in sizes if size not in self._books]
+        if missing:
+            self.take(missing)
+        findings = [*self._named_findings(sizes), *self._outside_findings(sizes)]
+        if runner.pool.device.type == "cuda":
+            told = {finding.owner for finding in findings}
+            findings += [finding for finding in self._memory_findings(sizes) if finding.owner not in told]
+        books = [self._books[size] for size in sizes]
+        owners: dict[str, int] = {}
+        for book in books:
+            for kind, count in zip(*np.unique(book.kinds, return_counts=True), strict=True):
+                owners[book.kind_names[kind]] = owners.get(book.kind_names[kind], 0) + int(count)
+        return AuditReport(
+            findings=tuple(findings),
+            rungs=len(books),
+            addresses=sum(book.pointers for book in books),
+            struct_addresses=sum(book.structs for book in books),
+            unresolved=sum(book.unresolved for book in books),
+            owners=owners,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _named_findings(self, sizes: list[int]) -> list[Finding]:
+        users: dict[str, list[int]] = {}
+        for size in sizes:
+            for name in self._books[size].buffers:
+                users.setdefault(name, []).append(size)
+        findings = []
+        for name, rungs in users.items():
+            change = self._runner.buffers.change(name) if name in self._runner.buffers else _removed(name)
+            if change is not None:
+                what = "moved" if change[1].startswith("address") else "freed"
+                uses = self._uses(rungs, name)
+                findings.append(Finding(what, name, tuple(rungs), uses, *change, self._first(rungs, name)))
+        return findings
+
+    def _outside_findings(self, sizes: list[int]) -> list[Finding]:
+        found: dict[int, Finding] = {}
+        for size in sizes:
+            for outside, (what, current) in self._changed([size]):
+                known = found.get(outside.reference.cdata)
+                rungs = (*known.rungs, size) if known else (size,)
+                uses = (*(known.uses if known else ()), f"rung {size}: {outside.operation}")
+                found[outside.reference.cdata] = Finding(
+                    what, outside.owner, rungs, uses, outside.recorded, current, outside.address
+                )
+        return list(found.values())
+
+    def _memory_findings(self, sizes: list[int]) -> list[Finding]:
+        """Addresses that lie in memory which nobody owns now, or which they were recorded with from the start."""
+        runner = self._runner
+        spans = SpanMap(cuda_spans(runner.graphs.values(), runner.buffers, runner.pool), RANKS)
+        findings: dict[str, Finding] = {}
+        for size in sizes:
+            book = self._books[size]
+            now = spans.find_all(book.addresses)
+            for at, index in enumerate(now.tolist()):
+                kind, owner = book.kind_names[book.kinds[at]], book.names[book.owners[at]]
+                freed = index >= 0 and spans.spans[index].kind == "freed"
+                lost = index < 0 and kind in ("pool", "tensor") or (index < 0 and owner == "torch workspace")
+                if not freed and not lost and kind not in _BAD:
+                    continue
+                address = int(book.addresses[at])
+                what = "unknown" if kind == "unknown" else "freed"
+                current = "in memory that nobody owns" if freed or lost else "in memory that nobody was known to own"
+                known = findings.get(owner)
+                rungs = tuple(dict.fromkeys((*(known.rungs if known else ()), size)))
+                uses = (*(known.uses if known else ()), *self._uses([size], owner, address))
+                first = known.address if known else address
+                findings[owner] = Finding(what, owner, rungs, uses, f"address {first:#x}", current, first)
+        return list(findings.values())
+
+    def _changed(self, sizes: Iterable[int]) -> Iterable[tuple[OutsideTensor, tuple[str, str]]]:
+        """The tensors from outside, without a name, that are not what they were."""
+        graphs = self._runner.graphs
+        held = holders_by_storage(graph.outside for graph in graphs.values())
+        buffers = self._runner.buffers
+        for size in sizes:
+            for outside in graphs[size].outside:
+                became = outside.change(held.get(outside.reference.cdata))
+                if became is not None and buffers.owner_of(outside.address) is None:
+                    yield outside, became
+
+    def _uses(self, sizes: Iterable[int], owner: str, address: int | None = None) -> tuple[str, ...]:
+        """Which operations of these rungs use `owner`, read anew: only a finding needs to know."""
+        runner = self._runner
+        graphs = {size: runner.graphs[size] for size in sizes if size in runner.graphs}
+        recording = read_graphs(graphs, runner.buffers, runner.pool, name=runner.name, device=runner.device)
+        return tuple(
+            f"rung {rung.size}: operation {operation.index} {operation.name}, parameter {use.parameter}"
+            for rung in recording.rungs
+            for operation in rung.operations
+            for use in operation.uses
+            if (use.owner == owner if address is None else use.address == address)
+        )
+
+    def _first(self, sizes: Iterable[int], owner: str) -> int | None:
+        for size in sizes:
+            book = self._books[size]
+            if owner in book.names:
+                return int(book.addresses[np.flatnonzero(book.owners == book.names.index(owner))[0]])
+        return None
+
+
+def _removed(name: str) -> tuple[str, str]:
+    return "a buffer of that name", f"gone: {name!r} was removed from the buffers"

@@ -1,0 +1,180 @@
+"""Memory that a recording uses but does not own: is it still what it was, and does anyone still hold it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mainspring.graphs.buffers import is_opaque
+from mainspring.graphs.cpu_program import Program, tensors_in
+from mainspring.graphs.spans import Span
+
+__all__ = ["OutsideObserver", "OutsideTensor", "holders_by_storage", "outside_of", "outside_spans"]
+
+
+_GIVEN_BACK = "given back: nobody holds it, and its memory may be another tensor's by now"
+_LET_GO = "let go: only the recording holds it, and on a GPU its memory may be another tensor's by now"
+
+
+@dataclass(slots=True)
+class OutsideTensor:
+    """One storage from outside, known by a reference that does not keep it.
+
+    Attributes:
+        address: where it began when it was recorded.
+        nbytes: its size then.
+        text: the tensor through which it was first used, such as "float32[4, 64]".
+        operation: the operation that used it first.
+        reference: to the storage; does not hold it.
+        held: how many tensors of the recording hold it; 0 on a GPU, where a recording holds nothing from outside.
+    """
+
+    address: int
+    nbytes: int
+    text: str
+    operation: str
+    reference: Any
+    held: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor, operation: str, held: int = 0) -> OutsideTensor:
+        """The storage of `tensor` as it is now."""
+        storage = tensor.untyped_storage()
+        text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        return cls(storage.data_ptr(), storage.nbytes(), text, operation, _weakly(storage), held)
+
+    @property
+    def owner(self) -> str:
+        """What it is called in the address book."""
+        return f"unnamed tensor {self.text}"
+
+    @property
+    def recorded(self) -> str:
+        """Where it was, as text."""
+        return f"address {self.address:#x}, {self.nbytes} bytes"
+
+    def change(self, held: int | None = None) -> tuple[str, str] | None:
+        """What became of it: "freed" or "moved", and where it is now; None while all is well.
+
+        Args:
+            held: how many tensors of recordings hold it, where that is more than this one's.
+        """
+        identity: int = self.reference.cdata
+        if self.reference.expired():
+            return "freed", _GIVEN_BACK
+        if self.held and _holders(identity) <= (self.held if held is None else held):
+            return (
+                "freed",
+                _LET_GO,
+            )
+        storage = torch.UntypedStorage._new_with_weak_ptr(identity)
+        if storage is None:
+            return "freed", _GIVEN_BACK
+        if (storage.data_ptr(), storage.nbytes()) != (self.address, self.nbytes):
+            return "moved", f"address {storage.data_ptr():#x}, {storage.nbytes()} bytes"
+        return None
+
+
+def _weakly(storage: torch.UntypedStorage) -> Any:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _holders(identity: int) -> int:
+    """How many tensors hold the storage with this identity."""
+    return int(torch._C._storage_Use_Count(identity)) - _wrapper_count()
+
+
+@cache
+def _wrapper_count() -> int:
+    """What Python's own wrapper of a storage adds to its count; it differs between versions of torch."""
+    tensor = torch.empty(1, device="cpu")
+    identity = tensor.untyped_storage()._cdata
+    return int(torch._C._storage_Use_Count(identity)) - 1
+
+
+class OutsideObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that a run takes from outside, by references that do not hold them.
+
+    What is handed to a kernel behind the dispatcher, within a custom operation, is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: dict[int, OutsideTensor] = {}
+        self._made: dict[int, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be wrapped for torch.compile, which would import all of it (a second) at the first operation."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the arguments that are from outside, run the operation, and note what it made."""
+        kwargs = kwargs or {}
+        for tensor in tensors_in((args, kwargs)):
+            if is_opaque(tensor) or tensor.device.type == "meta":
+                continue
+            identity = tensor.untyped_storage()._cdata
+            made = self._made.get(identity)
+            if identity not in self.seen and (made is None or made.expired()) and tensor.untyped_storage().nbytes():
+                self.seen[identity] = OutsideTensor.of(tensor, str(func))
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if not is_opaque(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.seen and storage._cdata not in self._made:
+                    self._made[storage._cdata] = _weakly(storage)
+        return result
+
+    def found(self) -> list[OutsideTensor]:
+        """What the run took from outside and somebody still holds."""
+        return [outside for outside in self.seen.values() if not outside.reference.expired()]
+
+
+def outside_of(program: Program) -> list[OutsideTensor]:
+    """The storages that a CPU recording uses and did not make, in the order of their first use."""
+    holders: dict[int, dict[int, tuple[Tensor, str]]] = {}
+    for operation in program.operations:
+        if operation.constant:
+            continue  # what it reads is a literal of the recording's own
+        for tensor in tensors_in([operation.args, operation.kwargs, list(operation.reads), list(operation.writes)]):
+            if not is_opaque(tensor) and tensor.untyped_storage().nbytes():
+                by_tensor = holders.setdefault(tensor.untyped_storage()._cdata, {})
+                by_tensor.setdefault(id(tensor), (tensor, operation.name))
+    for tensor in tensors_in(program.results):
+        if not is_opaque(tensor) and tensor.untyped_storage()._cdata in holders:
+            holders[tensor.untyped_storage()._cdata][id(tensor)] = (tensor, "the result")
+    firsts = [(next(iter(by_tensor.values())), len(by_tensor)) for by_tensor in holders.values()]
+    return [OutsideTensor.of(tensor, name, held) for (tensor, name), held in firsts]
+
+
+def outside_spans(tensors: Iterable[OutsideTensor]) -> list[Span]:
+    """Spans of the storages, each once."""
+    counts: dict[str, int] = {}
+    spans: dict[tuple[int, int], Span] = {}
+    for outside in tensors:
+        key = (outside.address, outside.nbytes)
+        if key not in spans and outside.nbytes:
+            counts[outside.owner] = counts.get(outside.owner, 0) + 1
+            number = counts[outside.owner]
+            owner = outside.owner if number == 1 else f"{outside.owner} #{number}"
+            spans[key] = Span(owner, "tensor", *key)
+    return list(spans.values())
+
+
+def holders_by_storage(graphs: Iterable[Sequence[OutsideTensor]]) -> dict[int, int]:
+    """How many tensors of these recordings hold each storage, by its identity."""
+    held: dict[int, int] = {}
+    for graph in graphs:
+        for outside in graph:
+            held[outside.reference.cdata] = held.get(outside.reference.cdata, 0) + outside.held
+    return held
