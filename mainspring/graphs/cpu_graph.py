@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mainspring.graphs.capture import capture_error, held_collector
+from mainspring.graphs.capture import capture_error, held_collector, recording_of
 from mainspring.graphs.cpu_program import Program, map_structure
 from mainspring.graphs.cpu_recorder import Recorder
 from mainspring.graphs.cpu_watch import Observer, refuse_host_access
@@ -78,7 +78,7 @@ class CpuGraph:
         if pool.device.type != "cpu":
             raise GraphError(f"a CPU graph needs a pool on the CPU, not on {pool.device}")
         started = time.perf_counter()
-        with held_collector(collect=False), torch.inference_mode(False), torch.no_grad():
+        with held_collector(collect=False), recording_of(name), torch.inference_mode(False), torch.no_grad():
             try:
                 for _ in range(warmup - 1):
                     fn()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mainspring.graphs.capture import capture_error, held_collector, refuse_forked
+from mainspring.graphs.capture import capture_error, held_collector, recording_of, refuse_forked, watched_streams
 from mainspring.graphs.cuda_nodes import cuda_driver
 from mainspring.graphs.errors import CaptureError, GraphError
 from mainspring.graphs.outside import OutsideObserver, OutsideTensor
@@ -82,7 +82,7 @@ class CudaGraph:
             outer = torch.cuda.current_stream()
             pool.stream.wait_stream(outer)
             try:
-                with torch.cuda.stream(pool.stream):
+                with torch.cuda.stream(pool.stream), recording_of(name):
                     outside = _warm_up(fn, max(1, warmup), name)
                     torch.cuda.synchronize()
                     before = torch.cuda.memory_reserved()
@@ -208,8 +208,9 @@ def _record(fn: Callable[[], Any], pool: GraphPool, name: str) -> tuple[torch.cu
         pool=handle,  # type: ignore[arg-type]
         capture_error_mode="thread_local",
     )
+    streams: dict[int, str] = {}
     try:
-        with _synchronizing_calls_raise():
+        with _synchronizing_calls_raise(), watched_streams(pool.stream) as streams:
             outputs = fn()
     except BaseException as error:
         _end_broken(graph, pool, handle)
@@ -220,7 +221,7 @@ def _record(fn: Callable[[], Any], pool: GraphPool, name: str) -> tuple[torch.cu
         graph.capture_end()
     except RuntimeError as error:
         _end_broken(graph, pool, handle)
-        raise capture_error(name, error) from error
+        raise capture_error(name, error, ", and ".join(streams.values()) or None) from error
     return graph, handle, outputs
 
 

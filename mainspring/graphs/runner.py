@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mainspring.graphs.audit import Auditor, AuditReport
 from mainspring.graphs.buffers import FixedBuffers
-from mainspring.graphs.capture import held_collector, refuse_forked
+from mainspring.graphs.capture import held_collector, refuse_forked, refuse_nested
 from mainspring.graphs.counters import GraphCounters
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
@@ -112,6 +112,7 @@ class GraphRunner:
             StaleAddressError: an input or output buffer was changed since it was recorded.
             CaptureError: a rung had to be recorded first and could not be.
         """
+        refuse_nested(self.name)
         rows = self._count_rows(inputs)
         if rows <= self.ladder.top:
             return self._run(inputs, rows)
