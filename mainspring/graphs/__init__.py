@@ -23,6 +23,8 @@ from mainspring.graphs.runner import GraphRunner
 from mainspring.graphs.spans import Span
 from mainspring.graphs.staging import Staging
 from mainspring.graphs.step_io import Input
+from mainspring.graphs.trial import Trial
+from mainspring.graphs.verify import Mismatch, OperationMismatch, VerificationError
 
 __all__ = [
     "Address",
@@ -42,7 +44,9 @@ __all__ = [
     "Input",
     "Ladder",
     "LadderError",
+    "Mismatch",
     "Operation",
+    "OperationMismatch",
     "RecordedOperation",
     "Recording",
     "RungRecording",
@@ -51,5 +55,7 @@ __all__ = [
     "Staging",
     "StaleAddressError",
     "TensorUse",
+    "Trial",
     "Use",
+    "VerificationError",
 ]

@@ -25,6 +25,7 @@ class GraphCounters:
         uploads_skipped: inputs whose fixed buffer held the values already.
         captures: the latest recording of each rung.
         recaptures: rungs recorded again, by reason.
+        verified: rungs that were compared with eager.
         audits: audits made after recording.
         audit_seconds: what reading and auditing took then.
         audit_findings: what the last of them found.
@@ -39,6 +40,7 @@ class GraphCounters:
     uploads_skipped: int = 0
     captures: dict[int, CaptureReport] = field(default_factory=dict)
     recaptures: Counter[str] = field(default_factory=Counter)
+    verified: int = 0
     audits: int = 0
     audit_seconds: float = 0.0
     audit_findings: int = 0
@@ -78,6 +80,7 @@ class GraphCounters:
             "uploads_skipped": self.uploads_skipped,
             "captures": {size: report.as_dict() for size, report in sorted(self.captures.items())},
             "recaptures": dict(self.recaptures),
+            "verified": self.verified,
             "audits": self.audits,
             "audit_seconds": self.audit_seconds,
             "audit_findings": self.audit_findings,

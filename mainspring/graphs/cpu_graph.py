@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,14 @@ class CpuGraph:
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             for call in self._calls:
                 call()
+
+    def stepwise(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Replay operation by operation, giving each one's name and the tensors that it wrote, right after it ran."""
+        operations = [] if self._program is None else self._program.operations
+        for operation, call in zip(operations, self._calls, strict=True):
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+                call()
+            yield operation.name, [self._resolve(value) for value in operation.writes]
 
     @property
     def outputs(self) -> Any:

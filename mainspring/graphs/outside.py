@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainspring.graphs.buffers import is_opaque
 from mainspring.graphs.cpu_program import Program, tensors_in
+from mainspring.graphs.cpu_rules import written_tensors
 from mainspring.graphs.spans import Span
 
 __all__ = ["OutsideObserver", "OutsideTensor", "holders_by_storage", "outside_of", "outside_spans"]
@@ -34,6 +35,7 @@ class OutsideTensor:
         operation: the operation that used it first.
         reference: to the storage; does not hold it.
         held: how many tensors of the recording hold it; 0 on a GPU, where a recording holds nothing from outside.
+        written: an operation declares that it writes it.
     """
 
     address: int
@@ -42,13 +44,14 @@ class OutsideTensor:
     operation: str
     reference: Any
     held: int = 0
+    written: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor, operation: str, held: int = 0) -> OutsideTensor:
+    def of(cls, tensor: Tensor, operation: str, held: int = 0, written: bool = False) -> OutsideTensor:
         """The storage of `tensor` as it is now."""
         storage = tensor.untyped_storage()
         text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        return cls(storage.data_ptr(), storage.nbytes(), text, operation, _weakly(storage), held)
+        return cls(storage.data_ptr(), storage.nbytes(), text, operation, _weakly(storage), held, written)
 
     @property
     def owner(self) -> str:
@@ -59,6 +62,11 @@ class OutsideTensor:
     def recorded(self) -> str:
         """Where it was, as text."""
         return f"address {self.address:#x}, {self.nbytes} bytes"
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage, or None where nobody holds it."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        return found
 
     def change(self, held: int | None = None) -> tuple[str, str] | None:
         """What became of it: "freed" or "moved", and where it is now; None while all is well.
@@ -74,7 +82,7 @@ class OutsideTensor:
                 "freed",
                 _LET_GO,
             )
-        storage = torch.UntypedStorage._new_with_weak_ptr(identity)
+        storage = self.storage()
         if storage is None:
             return "freed", _GIVEN_BACK
         if (storage.data_ptr(), storage.nbytes()) != (self.address, self.nbytes):
@@ -127,6 +135,9 @@ class OutsideObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = self._made.get(identity)
             if identity not in self.seen and (made is None or made.expired()) and tensor.untyped_storage().nbytes():
                 self.seen[identity] = OutsideTensor.of(tensor, str(func))
+        for tensor in written_tensors(func, args, kwargs):
+            if not is_opaque(tensor) and tensor.untyped_storage()._cdata in self.seen:
+                self.seen[tensor.untyped_storage()._cdata].written = True
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             if not is_opaque(tensor):
@@ -153,8 +164,16 @@ def outside_of(program: Program) -> list[OutsideTensor]:
     for tensor in tensors_in(program.results):
         if not is_opaque(tensor) and tensor.untyped_storage()._cdata in holders:
             holders[tensor.untyped_storage()._cdata][id(tensor)] = (tensor, "the result")
-    firsts = [(next(iter(by_tensor.values())), len(by_tensor)) for by_tensor in holders.values()]
-    return [OutsideTensor.of(tensor, name, held) for (tensor, name), held in firsts]
+    written = {
+        tensor.untyped_storage()._cdata
+        for operation in program.operations
+        for tensor in tensors_in(list(operation.writes))
+        if not is_opaque(tensor)
+    }
+    return [
+        OutsideTensor.of(*next(iter(by_tensor.values())), len(by_tensor), identity in written)
+        for identity, by_tensor in holders.items()
+    ]
 
 
 def outside_spans(tensors: Iterable[OutsideTensor]) -> list[Span]:

@@ -27,13 +27,18 @@ from mainspring.graphs.recording import Recording
 from mainspring.graphs.report import CaptureReport
 from mainspring.graphs.staging import Staging
 from mainspring.graphs.step_io import Input, InputBuffer, OutputBuffers
+from mainspring.graphs.trial import RandomTrial, Trial
+from mainspring.graphs.verify import OperationMismatch, VerificationError, Verifier
 
-__all__ = ["AUDIT_VARIABLE", "GraphRunner"]
+__all__ = ["AUDIT_VARIABLE", "VERIFY_VARIABLE", "GraphRunner"]
 
 logger = logging.getLogger(__name__)
 
 AUDIT_VARIABLE = "MAINSPRING_AUDIT"
 """Environment variable; "1" checks every named buffer before each step."""
+
+VERIFY_VARIABLE = "MAINSPRING_VERIFY"
+"""Environment variable; "1" verifies every rung as soon as it is recorded."""
 
 
 class GraphRunner:
@@ -53,6 +58,9 @@ class GraphRunner:
         enforce_eager: run `fn` itself, every time, on the same padded buffers.
         name: for buffer names and messages.
         progress: whether `capture` shows a progress bar (on a terminal).
+        verify: whether each rung is compared with `fn`, bit for bit, as soon as it is recorded; by default only where
+            the environment says MAINSPRING_VERIFY=1.
+        trial: how to try the step out, where random inputs (`Input.sample`) are not enough to make it do something.
 
     Outputs are views of fixed buffers: the next call overwrites them; clone what must last longer.
     """
@@ -69,6 +77,8 @@ class GraphRunner:
         enforce_eager: bool = False,
         name: str = "step",
         progress: bool = True,
+        verify: bool | None = None,
+        trial: Trial | None = None,
     ) -> None:
         if not inputs:
             raise GraphError(f"runner {name!r} has no inputs; it needs at least one to know the number of rows")
@@ -95,6 +105,8 @@ class GraphRunner:
         self._steps: dict[int, Callable[[], None]] = {}
         self._generation = self.buffers.generation
         self._auditor = Auditor(self)
+        self._verify = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
+        self._trial = trial
 
     def __call__(self, **inputs: Tensor | Sequence[Any]) -> Any:
         """Run one batch.
@@ -136,6 +148,7 @@ class GraphRunner:
         Raises:
             LadderError: a size is no rung.
             CaptureError: `fn` cannot be recorded.
+            VerificationError: with `verify`, a recording does not do what `fn` does.
         """
         wanted = sorted(self.ladder.sizes if sizes is None else set(sizes), reverse=True)
         unknown = [size for size in wanted if size not in self.ladder]
@@ -147,6 +160,8 @@ class GraphRunner:
         with held_collector(collect=self.device.type == "cuda"):
             reports = [self._record(rung) for rung in track(missing, f"recording {self.name}", self._progress)]
         self._audit_new(missing)
+        if self._verify:
+            self.verify(missing)
         return reports
 
     def _audit_new(self, sizes: Sequence[int]) -> None:
@@ -199,6 +214,43 @@ class GraphRunner:
         self._steps.clear()
         self._auditor.forget()
 
+    def verify(self, sizes: Iterable[int] | None = None) -> list[int]:
+        """Replay each recorded rung (or those in `sizes`) beside an eager run on the same random inputs, and compare
+        outputs and written state bit for bit. State is put back afterwards.
+
+        Returns:
+            The rungs that were verified.
+
+        Raises:
+            VerificationError: some rung's bits differ; on a CPU with the first operation that does.
+        """
+        wanted = list(self.graphs if sizes is None else sizes)
+        mismatches = [mismatch for rung in wanted for mismatch in self._verifier(rung).mismatches()]
+        self.counters.verified += len(wanted)
+        if mismatches:
+            raise VerificationError(self.name, tuple(mismatches))
+        return wanted
+
+    def bisect(self, size: int) -> OperationMismatch | None:
+        """The first operation of rung `size` that replays something else than eager gives, or None.
+
+        On a CPU the recording is replayed operation by operation. On a GPU, where intermediates are overwritten, the
+        rung is recorded anew some times with one operation's results copied out.
+        """
+        self.capture([size])
+        return self._verifier(size).first_operation()
+
+    def _verifier(self, rung: int) -> Verifier:
+        trial = self._trial or RandomTrial(
+            {key: buffer.spec for key, buffer in self._inputs.items()}, self.graphs[rung].outside, self.buffers
+        )
+        return Verifier(self, rung, self._step(rung), trial, self._outputs, self._load)
+
+    def _load(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int, rung: int) -> list[bool]:
+        """Put a batch into the inputs' buffers, padded up to `rung`; for each, whether it had to be copied."""
+        with torch.no_grad():
+            return [buffer.load(inputs[key], rows, rung, self._staging) for key, buffer in self._inputs.items()]
+
     @property
     def can_be_read(self) -> bool:
         """Whether recordings can be read here: on a GPU that takes the package cuda-bindings."""
@@ -249,13 +301,10 @@ class GraphRunner:
             if graph is None:
                 self.capture([rung])
                 graph = self.graphs[rung]
+        copied = self._load(inputs, rows, rung)
         counters = self.counters
-        with torch.no_grad():
-            for key, buffer in self._inputs.items():
-                if buffer.load(inputs[key], rows, rung, self._staging):
-                    counters.uploads += 1
-                else:
-                    counters.uploads_skipped += 1
+        counters.uploads += sum(copied)
+        counters.uploads_skipped += len(copied) - sum(copied)
         counters.rows += rows
         counters.padded_rows += rung - rows
         if graph is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,13 @@ class Input:
         shape: of one row, without the batch dimension.
         dtype: element type.
         pad: value of every element of a padded row; it must make the row harmless.
+        sample: gives so many valid random rows, drawing from a generator, for `GraphRunner.verify`.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pad: float | bool = 0
+    sample: Callable[[int, torch.Generator], Tensor] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -226,6 +228,10 @@ class OutputBuffers:
                     f"between rungs"
                 )
             buffer[:rung].copy_(tensor)
+
+    def named(self, rung: int) -> dict[str, Tensor]:
+        """The first `rung` rows of each buffer, by its name."""
+        return {name: tensor[:rung] for name, tensor in zip(self._names, self._tensors, strict=True)}
 
     def first(self, rows: int) -> Any:
         """The result's structure over the first `rows` rows of the buffers."""
