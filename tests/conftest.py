@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from hypothesis import settings
 
 # A GPU machine on which nothing can be installed may lack gguf; what reads GGUF files is not about GPUs.
 collect_ignore_glob = [] if importlib.util.find_spec("gguf") else ["models/test_gguf_*"]
+
+# Every recording that a test makes is compared with an eager run, bit for bit, and the addresses that it names are
+# looked at before each replay; a test that counts runs of its callable turns that off.
+os.environ.setdefault("MAINSPRING_VERIFY", "1")
+os.environ.setdefault("MAINSPRING_AUDIT", "1")
 
 settings.register_profile("mainspring", deadline=None, print_blob=True)
 settings.load_profile("mainspring")

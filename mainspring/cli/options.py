@@ -101,6 +101,14 @@ class EngineOptions:
         str | None,
         Option(metavar="1,2,4", help="Batch sizes to record, the rungs.", rich_help_panel=_RECORDING),
     ] = None
+    verify_graphs: Annotated[
+        bool | None,
+        Option(
+            "--verify-graphs/--no-verify-graphs",
+            help="Compare each recording with an eager run, bit for bit, when it is made.",
+            rich_help_panel=_RECORDING,
+        ),
+    ] = None
     generation_config: Annotated[
         str | None,
         Option(

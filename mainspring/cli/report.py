@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def stats_table(stats: EngineStats) -> Table:
-    """What the engine did, one line for each figure; lists every step that ran eager, with its reason."""
+    """What the engine did, one line for each figure; with its reason, every step that ran eager and every rung that was
+    recorded again."""
     table = Table(box=box.ROUNDED, show_header=False)
     table.add_column("figure", style="bold", no_wrap=True)
     table.add_column("value", justify="right")
@@ -22,11 +23,16 @@ def stats_table(stats: EngineStats) -> Table:
     table.add_row("ms per token", f"{stats.ms_per_token:.2f}")
     table.add_row("tokens/s", f"{stats.tokens_per_second:.1f}")
     table.add_row("padding waste", f"{100 * stats.padding_waste:.1f} %")
+    table.add_row("padded rows", str(stats.padded_rows))
     table.add_row("rungs used", rungs_used(stats.rungs))
     table.add_row("prefill steps", str(stats.prefill_steps))
     table.add_row("decode steps", str(stats.decode_steps))
     for reason, count in sorted(stats.eager_steps.items()):
         table.add_row(f"eager: {reason}", str(count))
+    for reason, count in sorted(stats.recaptures.items()):
+        table.add_row(f"recorded again: {reason}", str(count))
+    if stats.verified_graphs:
+        table.add_row("recordings verified", str(stats.verified_graphs))
     return table
 
 

@@ -31,7 +31,7 @@ from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats, StepClock
 from mainspring.engine.step import IDLE
-from mainspring.graphs import Recording
+from mainspring.graphs import AuditReport, Recording
 from mainspring.models.loader import load_config, load_model, update_weights
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
@@ -66,10 +66,16 @@ class EngineCore:
         )
         model.pack()
         progress = settings.progress if settings.progress is not None else os.isatty(2)
-        self.runner = ModelRunner(model, self.limits, enforce_eager=settings.enforce_eager, progress=progress)
+        self.runner = ModelRunner(
+            model,
+            self.limits,
+            enforce_eager=settings.enforce_eager,
+            progress=progress,
+            verify_graphs=settings.verify_graphs,
+        )
         self.memory = plan_memory(self.runner, settings)
         self.runner.allocate(self.memory.num_blocks)
-        record_ladder(self.runner, self.memory)
+        self.recorded = record_ladder(self.runner, self.memory)
         self.scheduler = Scheduler(
             BlockPool(self.memory.num_blocks + 1, self.limits.block_size, settings.enable_prefix_caching),
             num_seats=self.limits.max_num_seqs,
@@ -115,6 +121,8 @@ class EngineCore:
         self._intake.check_prompt(prompt_token_ids)
         needs = self._intake.needs(params)
         with self._exclusive():
+            if not self._choices and not self._in_flight:
+                self._notice_replaced_weights()
             self.runner.require(needs.asks)
             return self._admit(request_id, prompt_token_ids, params, needs, prompt, priority)
 
@@ -261,12 +269,36 @@ class EngineCore:
     def release_graphs(self) -> None:
         """Give back the memory of everything recorded; it is recorded again when next needed."""
         with self._exclusive():
-            self.runner.release_graphs()
+            self.runner.release_graphs("release_graphs() was called")
 
     def recording(self) -> Recording:
         """What the engine has recorded: operation lists and address books, as plain data."""
         with self._exclusive():
             return self.runner.recording()
+
+    def audit(self) -> dict[str, AuditReport]:
+        """Compare every recorded address with the memory that there is now, for each variant of the step."""
+        with self._exclusive():
+            return self.runner.audit()
+
+    def verify_graphs(self) -> int:
+        """Compare every recording with an eager run, bit for bit, on random requests; returns how many there were.
+
+        Raises ``VerificationError`` where one differs. Requests under way are not touched.
+        """
+        with self._exclusive():
+            return self.runner.verify()
+
+    def _notice_replaced_weights(self) -> None:
+        """Where weights have become other tensors, or lie elsewhere: record again, and say so. Contents that were
+        changed in place need nothing."""
+        replaced = self.runner.replaced_weights()
+        if not replaced:
+            return
+        which = replaced[0] if len(replaced) == 1 else f"{replaced[0]} and {len(replaced) - 1} more weights"
+        logger.warning("%s lies elsewhere than recorded; recording again, and emptying the prefix cache", which)
+        self.scheduler.pool.forget_cached()
+        self.runner.record_again("a weight was replaced by another tensor")
 
     def close(self) -> None:
         """End every request and give back the KV cache, the recordings and the model."""

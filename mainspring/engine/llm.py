@@ -20,7 +20,7 @@ from mainspring.engine.outputs import RequestOutput
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats
-from mainspring.graphs import Recording
+from mainspring.graphs import AuditReport, Recording
 
 #: A prompt: text, or token ids as ``{"prompt_token_ids": [...]}``, or text as ``{"prompt": "..."}``.
 Prompt = str | Mapping[str, Any]
@@ -99,6 +99,14 @@ class LLM:
     def recording(self) -> Recording:
         """What is recorded: each rung's operation list and address book, as plain data; see docs/graphs.md."""
         return self.core.recording()
+
+    def audit(self) -> dict[str, AuditReport]:
+        """Compare every recorded address with the memory that there is now, for each variant of the step."""
+        return self.core.audit()
+
+    def verify_graphs(self) -> int:
+        """Compare every recording with an eager run, bit for bit; see ``EngineCore``."""
+        return self.core.verify_graphs()
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made."""

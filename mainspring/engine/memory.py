@@ -16,6 +16,8 @@ logger = logging.getLogger("mainspring")
 
 #: Blocks of the small cache on which the top rung is recorded for measuring.
 PROBE_BLOCKS = 1
+#: Share of the KV cache by which the recordings may be larger than expected before that is a warning.
+SLACK = 0.02
 
 
 @dataclass(frozen=True)
@@ -72,22 +74,48 @@ def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
     return MemoryPlan(num_blocks, block_bytes, graph_bytes, prefill_bytes)
 
 
-def record_ladder(runner: ModelRunner, plan: MemoryPlan) -> None:
-    """Record the plain step on every rung, and log what that took beside what was expected."""
+@dataclass(frozen=True)
+class LadderBytes:
+    """What recording the plain step's ladder was expected to take, and what it took, in bytes."""
+
+    expected: int
+    taken: int
+
+    @property
+    def difference(self) -> int:
+        """How much more than expected was taken; negative where it was less."""
+        return self.taken - self.expected
+
+
+def record_ladder(runner: ModelRunner, plan: MemoryPlan) -> LadderBytes | None:
+    """Record the plain step on every rung, log what that took beside what was expected, and verify if that is on.
+
+    None where nothing is recorded.
+    """
     if runner.enforce_eager:
-        return
+        return None
     device = runner.limits.device
     before = _graph_bytes(runner, device)
     runner.record()
-    taken = _graph_bytes(runner, device) - before
+    found = LadderBytes(plan.graph_bytes // len(runner.runners), _graph_bytes(runner, device) - before)
     logger.info(
-        "recorded %d rungs: %.1f MiB, where %.1f MiB were expected; KV cache: %d blocks, %.2f GiB",
+        "recorded %d rungs: %.1f MiB, where %.1f MiB were expected (%+.1f MiB); KV cache: %d blocks, %.2f GiB",
         len(runner.limits.ladder.sizes),
-        taken / 2**20,
-        plan.graph_bytes / len(runner.runners) / 2**20,
+        found.taken / 2**20,
+        found.expected / 2**20,
+        found.difference / 2**20,
         plan.num_blocks,
         plan.num_blocks * plan.block_bytes / 2**30,
     )
+    if found.difference * len(runner.runners) > SLACK * max(plan.num_blocks * plan.block_bytes, 1):
+        logger.warning(
+            "the recordings took %.1f MiB more than was set aside for them; lower gpu_memory_utilization if memory "
+            "runs out",
+            found.difference / 2**20,
+        )
+    if runner.verifies:
+        runner.verify()
+    return found
 
 
 def _probe_graphs(runner: ModelRunner) -> int:

@@ -25,8 +25,9 @@ from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan
 from mainspring.engine.seats import SeatTable
 from mainspring.engine.step import RING_STEPS, Sampler, Step, TokenRing
+from mainspring.engine.step_trial import DecodeTrial
 from mainspring.engine.transfer import Download, Uploader
-from mainspring.graphs import FixedBuffers, GraphPool, GraphRunner, Input, Recording
+from mainspring.graphs import AuditReport, FixedBuffers, GraphPool, GraphRunner, Input, Recording
 from mainspring.models.decoder import Decoder
 from mainspring.models.inputs import ModelInputs
 
@@ -37,7 +38,15 @@ class ModelRunner:
     The KV cache and the recordings are made by ``allocate``; until then nothing can be launched.
     """
 
-    def __init__(self, model: Decoder, limits: EngineLimits, *, enforce_eager: bool, progress: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        limits: EngineLimits,
+        *,
+        enforce_eager: bool,
+        progress: bool,
+        verify_graphs: bool | None = None,
+    ) -> None:
         self.model = model
         self.limits = limits
         self.enforce_eager = enforce_eager
@@ -65,6 +74,7 @@ class ModelRunner:
         self.eager_steps: Counter[str] = Counter()
         self.eager_operations = 0
         self._eager_operations: dict[tuple[str, int], int] = {}
+        self.weight_names = [name for name, _ in weight_getters(model)]
         for name, getter in weight_getters(model):
             self.buffers.adopt(name, getter)
         self.runners = {
@@ -78,6 +88,8 @@ class ModelRunner:
                 enforce_eager=enforce_eager,
                 name=f"decode.{name}",
                 progress=progress,
+                verify=verify_graphs,
+                trial=DecodeTrial(self),
             )
             for name, sampler in self.samplers.items()
         }
@@ -96,10 +108,10 @@ class ModelRunner:
         self.buffers.adopt("kv_cache", cache)
         self._step = Step(self.model, layer_views(cache), self.seats, self.ring, self.logits, self.limits.block_size)
 
-    def release_graphs(self) -> None:
-        """Give back everything recorded; a step that needs a recording makes it anew."""
+    def release_graphs(self, reason: str | None = None) -> None:
+        """Give back everything recorded; a step that needs a recording makes it anew, counted under ``reason``."""
         for runner in self.runners.values():
-            runner.release()
+            runner.release(reason)
 
     def deallocate(self) -> None:
         """Give back the KV cache and everything recorded on it."""
@@ -109,14 +121,57 @@ class ModelRunner:
             self.buffers.remove("kv_cache")
 
     def record(self, sizes: Sequence[int] | None = None) -> None:
-        """Record the plain step on the ladder, or on some of its rungs. The full step is recorded when first needed."""
+        """Record the plain step on the ladder, or on some of its rungs. The full step is recorded when first needed.
+
+        These are not verified yet: what that takes is not to be measured as theirs. See ``verify``.
+        """
         if not self.enforce_eager:
-            self.runners[PLAIN].capture(sizes)
+            self.runners[PLAIN].capture(sizes, verify=False)
 
     def recording(self) -> Recording:
         """What both variants of the step have recorded, as plain data."""
-        totals = {"pool": self.pool.nbytes, "buffers": self.buffers.nbytes, "kv_cache": self._kv_bytes}
+        totals = self.bytes_taken()
         return Recording.merge((runner.recording() for runner in self.runners.values()), "decode", totals)
+
+    def bytes_taken(self) -> dict[str, int]:
+        """Bytes by what they are for: the graphs' pool, their executables, fixed buffers, KV cache, weights."""
+        captures = [report for runner in self.runners.values() for report in runner.counters.captures.values()]
+        weights = {
+            tensor.untyped_storage().data_ptr(): tensor
+            for tensor in map(self.buffers.get, self.weight_names)
+            if tensor is not None and tensor.layout == torch.strided
+        }
+        return {
+            "pool": self.pool.nbytes,
+            "executables": sum(report.executable_bytes for report in captures),
+            "buffers": self.buffers.nbytes,
+            "kv_cache": self._kv_bytes,
+            "weights": sum(tensor.untyped_storage().nbytes() for tensor in weights.values()),
+        }
+
+    def audit(self) -> dict[str, AuditReport]:
+        """Compare every recorded address with the memory that there is now, for each variant of the step."""
+        return {name: runner.audit() for name, runner in self.runners.items()}
+
+    def verify(self) -> int:
+        """Compare every recording with an eager run, bit for bit; returns how many there were."""
+        return sum(len(runner.verify()) for runner in self.runners.values())
+
+    @property
+    def verifies(self) -> bool:
+        """Whether recordings are compared with eager runs as they are made."""
+        return any(runner.verifies for runner in self.runners.values())
+
+    def replaced_weights(self) -> list[str]:
+        """Names of the weights that are now another tensor, or elsewhere, than was recorded."""
+        return [name for name in self.weight_names if self.buffers.change(name) is not None]
+
+    def record_again(self, reason: str) -> None:
+        """Take the present addresses of all weights and record again what was recorded; ``reason`` is counted."""
+        if self.limits.device.type == "cuda":
+            torch.cuda.synchronize(self.limits.device)
+        for runner in self.runners.values():
+            runner.recapture(reason)
 
     @property
     def _kv_bytes(self) -> int:
@@ -155,7 +210,7 @@ class ModelRunner:
             ) from error
         if self.limits.device.type == "cuda":
             torch.cuda.synchronize(self.limits.device)
-        self.runners[FULL].release()
+        self.runners[FULL].release("a request asked for what the full step had no buffers for")
         self._eager_operations = {key: count for key, count in self._eager_operations.items() if key[0] != FULL}
 
     @torch.no_grad()

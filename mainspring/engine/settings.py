@@ -37,7 +37,8 @@ class EngineSettings:
 
     Sizes are in tokens or requests; ``kv_cache_memory`` is in bytes, ``num_gpu_blocks_override`` in KV blocks (the null
     block comes on top). ``None`` means: decide from the model and the device. ``max_logprobs`` is the most that a
-    request's ``logprobs`` or ``prompt_logprobs`` may ask for; -1 is the whole vocabulary.
+    request's ``logprobs`` or ``prompt_logprobs`` may ask for; -1 is the whole vocabulary. ``verify_graphs`` compares
+    each recording with an eager run, bit for bit, when it is made; ``None`` leaves that to MAINSPRING_VERIFY=1.
     """
 
     model: str
@@ -59,6 +60,7 @@ class EngineSettings:
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     progress: bool | None = None
+    verify_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         """Check each value alone; what depends on the model is checked where the model is known."""
@@ -74,6 +76,8 @@ class EngineSettings:
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.verify_graphs is not None and not isinstance(self.verify_graphs, bool):
+            raise SettingsError(f"verify_graphs is {self.verify_graphs!r}; it must be True, False or None")
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0.0 < utilization <= 1.0:
             raise SettingsError(

@@ -19,7 +19,8 @@ class EngineStats:
     ``cpu_calls_per_token`` counts what the CPU asks of the device for decoding (replays or operations, uploads, reads)
     over decoded tokens; ``ms_per_token`` is the wall time of a decode step, whatever its number of rows;
     ``padding_waste`` is the share of decode rows that were padding, 0 to 1. ``prefix_queried_tokens`` is how many
-    prompt tokens were looked up in the prefix cache, ``prefix_hit_tokens`` how many were there.
+    prompt tokens were looked up in the prefix cache, ``prefix_hit_tokens`` how many were there. ``recaptures`` counts
+    rungs that were recorded again, by reason; ``verified_graphs`` the recordings that were compared with eager runs.
     """
 
     launch_mode: str
@@ -27,12 +28,15 @@ class EngineStats:
     ms_per_token: float
     tokens_per_second: float
     padding_waste: float
+    padded_rows: int
     rungs: Mapping[int, int]
     prefill_steps: int
     decode_steps: int
     prefill_tokens: int
     decoded_tokens: int
     eager_steps: Mapping[str, int]
+    recaptures: Mapping[str, int]
+    verified_graphs: int
     recorded_bytes: int
     recording_seconds: float
     preemptions: int
@@ -82,11 +86,14 @@ class StepClock:
         counters = [each.counters for each in runner.runners.values()]
         rungs: dict[int, int] = {}
         eager: dict[str, int] = dict(runner.eager_steps)
+        again: dict[str, int] = {}
         for counter in counters:
             for size, count in counter.replays.items():
                 rungs[size] = rungs.get(size, 0) + count
             for reason, count in counter.eager_steps.items():
                 eager[reason] = eager.get(reason, 0) + count
+            for reason, count in counter.recaptures.items():
+                again[reason] = again.get(reason, 0) + count
         rows = sum(counter.rows for counter in counters)
         padded = sum(counter.padded_rows for counter in counters)
         return EngineStats(
@@ -95,12 +102,15 @@ class StepClock:
             ms_per_token=1e3 * self.decode_seconds / max(self.decode_steps, 1),
             tokens_per_second=self.tokens / self.busy_seconds if self.busy_seconds else 0.0,
             padding_waste=padded / max(rows + padded, 1),
+            padded_rows=padded,
             rungs=dict(sorted(rungs.items())),
             prefill_steps=self.prefill_steps,
             decode_steps=self.decode_steps,
             prefill_tokens=runner.prefill_tokens,
             decoded_tokens=self.decode_rows,
             eager_steps=eager,
+            recaptures=again,
+            verified_graphs=sum(counter.verified for counter in counters),
             recorded_bytes=int(runner.pool.nbytes),
             recording_seconds=sum(counter.capture_seconds for counter in counters),
             preemptions=scheduler.num_preemptions,

@@ -115,6 +115,7 @@ class CaptureReport:
         operations: length of the operation list.
         pool_bytes_added: bytes by which the shared pool grew.
         nbytes: bytes of intermediates that this graph by itself needs (CPU), or `pool_bytes_added` (CUDA).
+        executable_bytes: device memory that instantiating the graph took; 0 on a CPU.
     """
 
     size: int
@@ -122,6 +123,7 @@ class CaptureReport:
     operations: int
     pool_bytes_added: int
     nbytes: int
+    executable_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

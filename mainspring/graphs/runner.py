@@ -62,6 +62,12 @@ class GraphRunner:
             the environment says MAINSPRING_VERIFY=1.
         trial: how to try the step out, where random inputs (`Input.sample`) are not enough to make it do something.
 
+    Attributes:
+        buffers: inputs, outputs, and whatever else is watched by name.
+        counters: what was done so far.
+        graphs: the recording of each rung.
+        verifies: whether rungs are verified as they are recorded.
+
     Outputs are views of fixed buffers: the next call overwrites them; clone what must last longer.
     """
 
@@ -104,8 +110,9 @@ class GraphRunner:
         self._staging = Staging(self.device, slot_bytes, depth=4 * len(inputs))
         self._steps: dict[int, Callable[[], None]] = {}
         self._generation = self.buffers.generation
+        self._released: dict[int, str] = {}
         self._auditor = Auditor(self)
-        self._verify = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
+        self.verifies = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
         self._trial = trial
 
     def __call__(self, **inputs: Tensor | Sequence[Any]) -> Any:
@@ -136,11 +143,15 @@ class GraphRunner:
             start += size
         return self._outputs.concatenate(pieces)
 
-    def capture(self, sizes: Iterable[int] | None = None) -> list[CaptureReport]:
+    def capture(self, sizes: Iterable[int] | None = None, *, verify: bool | None = None) -> list[CaptureReport]:
         """Record the rungs in `sizes` (default: all) that are not recorded yet, from the largest down.
 
         Every input holds its pad value meanwhile. Without this call a rung is recorded when it is first
         needed.
+
+        Args:
+            sizes: rungs.
+            verify: whether to compare them with `fn` afterwards; by default as the runner was made.
 
         Returns:
             A report for each rung recorded now; none with `enforce_eager`.
@@ -160,7 +171,7 @@ class GraphRunner:
         with held_collector(collect=self.device.type == "cuda"):
             reports = [self._record(rung) for rung in track(missing, f"recording {self.name}", self._progress)]
         self._audit_new(missing)
-        if self._verify:
+        if self.verifies if verify is None else verify:
             self.verify(missing)
         return reports
 
@@ -191,25 +202,32 @@ class GraphRunner:
         """Accept the present addresses of every buffer and record again what was recorded.
 
         Args:
-            reason: counted in `counters.recaptures`, once per rung.
+            reason: logged, and counted in `counters.recaptures`, once per rung.
 
         Returns:
             A report for each rung.
         """
         rungs = list(self.graphs)
-        self.release()
+        if rungs:
+            logger.info("recording %d rungs of %s again: %s", len(rungs), self.name, reason)
+        self.release(reason)
         self.buffers.accept()
         self._generation = self.buffers.generation
         for buffer in self._inputs.values():
             buffer.adopt_present()
         self._outputs.adopt_present()
-        self.counters.recaptures[reason] += len(rungs)
         return self.capture(rungs) if rungs else []
 
-    def release(self) -> None:
-        """Give up every recording; the next call records anew. Buffers stay."""
-        for graph in self.graphs.values():
+    def release(self, reason: str | None = None) -> None:
+        """Give up every recording; the next call records anew. Buffers stay.
+
+        Args:
+            reason: counted in `counters.recaptures` for each rung that is recorded again; not counted where it is None.
+        """
+        for rung, graph in self.graphs.items():
             graph.release()
+            if reason is not None:
+                self._released[rung] = reason
         self.graphs.clear()
         self._steps.clear()
         self._auditor.forget()
@@ -350,6 +368,15 @@ class GraphRunner:
         for buffer in self._inputs.values():
             buffer.always_upload |= buffer.was_written() or graph.writes_to(buffer.tensor)
         self.graphs[rung] = graph
-        report = CaptureReport(rung, graph.seconds, graph.num_operations, graph.pool_bytes_added, graph.nbytes)
+        if rung in self._released:
+            self.counters.recaptures[self._released.pop(rung)] += 1
+        report = CaptureReport(
+            rung,
+            graph.seconds,
+            graph.num_operations,
+            graph.pool_bytes_added,
+            graph.nbytes,
+            graph.executable_bytes,
+        )
         self.counters.captures[rung] = report
         return report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +44,17 @@ class Linear(nn.Module):
             self.register_parameter("bias", None)
 
         self._product = LinearWeight(self.weight, self.bias)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A weight or bias put in place of the present one is what the layer multiplies by from then on."""
+        super().__setattr__(name, value)
+        product = self.__dict__.get("_product")
+        if product is None or name not in ("weight", "bias"):
+            return
+        weight = self.weight if self.weight.layout == torch.strided else self.weight.to_dense()
+        self._product = LinearWeight(weight, self.bias)
+        if product.kind == "packed":
+            self.pack()
 
     @property
     def kind(self) -> str:

@@ -18,6 +18,9 @@ STATS = SimpleNamespace(
     prefill_steps=2,
     decode_steps=75,
     eager_steps={},
+    padded_rows=9,
+    recaptures={},
+    verified_graphs=0,
 )
 
 

@@ -119,6 +119,7 @@ def test_stats_close_with_a_table_beside_the_answer(invoke: Invoke, monkeypatch:
         "ms per token": "7.50",
         "tokens/s": "133.3",
         "padding waste": "12.5 %",
+        "padded rows": "9",
         "rungs used": "1 x 63, 8 x 12",
         "prefill steps": "2",
         "decode steps": "75",
@@ -130,6 +131,20 @@ def test_steps_that_ran_eager_are_shown_with_their_reason(invoke: Invoke, monkey
     monkeypatch.setattr("fake_engine.STATS.rungs", {})
     shown = invoke("generate", "x", "--stats").stderr
     assert "eager: enforce_eager" in shown and "none" in shown
+
+
+def test_rungs_recorded_again_are_shown_with_their_reason(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fake_engine.STATS.recaptures", {"a weight was replaced": 4})
+    monkeypatch.setattr("fake_engine.STATS.verified_graphs", 8)
+    shown = invoke("generate", "x", "--stats").stderr
+    assert "recorded again: a weight was replaced" in shown and "recordings verified" in shown
+
+
+def test_verify_graphs_reaches_the_engine_only_where_it_is_given(invoke: Invoke, fake: type[FakeLLM]) -> None:
+    invoke("generate", "x")
+    invoke("generate", "x", "--verify-graphs")
+    assert "verify_graphs" not in fake.made[0].options
+    assert fake.made[1].options["verify_graphs"] is True
 
 
 def test_ctrl_c_keeps_what_was_written_shows_the_stats_and_leaves_with_130(
