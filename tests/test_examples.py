@@ -21,3 +21,13 @@ def test_any_module() -> None:
     assert len(differences) == 4
     assert max(differences) < 1e-5
     assert "replays per rung: {1: 1, 4: 1, 8: 3} padded rows: 4" in lines
+
+
+def test_transformer_block() -> None:
+    lines = run("transformer_block.py").splitlines()
+    differences = [float(line.rsplit(" ", 1)[1]) for line in lines if "difference" in line]
+    assert len(differences) == 5
+    assert max(differences) < 1e-4
+    assert lines[0] == "verified rungs: 5"
+    assert any(line.startswith("audit: 0 findings in 5 rungs") for line in lines)
+    assert any("self_attn.in_proj_weight" in line for line in lines)

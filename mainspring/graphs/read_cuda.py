@@ -130,32 +130,26 @@ class CudaReader:
 
     def _operations(self, nodes: Sequence[_Node], places: dict[int, Span]) -> Iterable[RecordedOperation]:
         """Look all words of a graph up at once, then put the operations together."""
-        words, owners, near = self._look_up(nodes)
-        start = 0
+        words = iter(self._look_up(nodes))
+        word = next(words, None)
         for node in nodes:
             uses: list[Use] = []
             unresolved = 0
+            for at, (role, address, nbytes) in enumerate(node.touched):
+                owner = self._owner(address, self._place(address, True), places)
+                uses.append(Use(address, owner, at, role=role, nbytes=nbytes))
+            while word is not None and word[0] == node.index:
+                _, address, known, parameter, offset, pointer = word
+                word = next(words, None)
+                span = self.spans.spans[known] if known >= 0 else None
+                if span is None or span.kind == "freed":
+                    span = self._place(address, pointer)
+                if span is None and not pointer:
+                    unresolved += 1
+                    continue
+                owner = self._owner(address, span, places)
+                uses.append(Use(address, owner, parameter, offset, "pointer" if pointer else "struct"))
             kernel = node.kernel
-            if kernel is None:
-                for at, (role, address, nbytes) in enumerate(node.touched):
-                    owner = self._owner(address, self._place(address, True), places)
-                    uses.append(Use(address, owner, at, role=role, nbytes=nbytes))
-            else:
-                layout = self._layouts[kernel.function]
-                end = start + len(layout.at)
-                for at in np.flatnonzero((owners[start:end] >= 0) | near[start:end]).tolist():
-                    address = int(words[start + at])
-                    pointer = bool(layout.pointer[at])
-                    span = self.spans.spans[owners[start + at]] if owners[start + at] >= 0 else None
-                    if span is None or span.kind == "freed":
-                        span = self._place(address, pointer)
-                    if span is None and not pointer:
-                        unresolved += 1
-                        continue
-                    owner = self._owner(address, span, places)
-                    kind = "pointer" if pointer else "struct"
-                    uses.append(Use(address, owner, int(layout.parameter[at]), int(layout.offset[at]), kind))
-                start = end
             yield RecordedOperation(
                 index=node.index,
                 kind=node.kind,
@@ -172,9 +166,16 @@ class CudaReader:
                 note=node.note,
             )
 
-    def _look_up(self, nodes: Sequence[_Node]) -> tuple[Words, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Every word of every kernel's parameters, its span's index or -1, and whether it looks like an address."""
+    def _look_up(self, nodes: Sequence[_Node]) -> Iterable[tuple[int, int, int, int, int, bool]]:
+        """The words in kernels' parameters that are, or look like, addresses, in order.
+
+        Returns:
+            For each: index of the node, the word, the index of its span or -1, parameter, offset in it, and whether the
+            parameter is a pointer.
+        """
         parts: list[Words] = []
+        layouts: list[_Layout] = []
+        indices: list[int] = []
         for node in nodes:
             if node.kernel is None:
                 continue
@@ -185,17 +186,31 @@ class CudaReader:
             padded = b"".join(value + bytes(-len(value) % 8) for value in node.kernel.values)
             whole = np.frombuffer(padded, dtype=np.uint64)
             parts.append(whole[layout.at] if len(whole) else np.zeros(len(layout.at), np.uint64))
-        words = np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+            layouts.append(layout)
+            indices.append(node.index)
+        if not parts:
+            return ()
+        words = np.concatenate(parts)
         owners = self.spans.find_all(words)
+        kept = np.flatnonzero((owners >= 0) | self._look_like_addresses(words))
+        return zip(
+            np.repeat(indices, [len(part) for part in parts])[kept].tolist(),
+            words[kept].tolist(),
+            owners[kept].tolist(),
+            np.concatenate([layout.parameter for layout in layouts])[kept].tolist(),
+            np.concatenate([layout.offset for layout in layouts])[kept].tolist(),
+            np.concatenate([layout.pointer for layout in layouts])[kept].tolist(),
+            strict=True,
+        )
+
+    def _look_like_addresses(self, words: Words) -> npt.NDArray[np.bool_]:
+        """Whether each word lies in the same region as some known memory, or in one beside it."""
         if self._regions is None:
-            shift = np.uint64(_REGION)
             ends = np.array([edge for span in self.spans.spans for edge in (span.address, span.end)], dtype=np.uint64)
-            regions = np.unique(ends >> shift)
-            one = np.uint64(1)
-            self._regions = np.unique(np.concatenate([regions, regions + one, regions[regions > 0] - one]))
-            self._regions = self._regions[self._regions > 0]
-        near = np.isin(words >> np.uint64(_REGION), self._regions)
-        return words, owners, near
+            regions, one = np.unique(ends >> np.uint64(_REGION)), np.uint64(1)
+            beside = np.concatenate([regions, regions + one, regions[regions > 0] - one])
+            self._regions = np.unique(beside[beside > 0])
+        return np.isin(words >> np.uint64(_REGION), self._regions)
 
     def _place(self, address: int, pointer: bool) -> Span | None:
         """The span of an address that nothing live of torch's holds, asking the driver; None where there is none.

@@ -9,6 +9,7 @@ import torch
 
 from mainspring.graphs.allocator import allocator_spans, snapshot
 from mainspring.graphs.buffers import FixedBuffers
+from mainspring.graphs.capture import held_collector
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
 from mainspring.graphs.cuda_nodes import cuda_driver
@@ -53,10 +54,11 @@ def read_graphs(
     device: torch.device | str = "cpu",
 ) -> Recording:
     """The recordings of `graphs`, by size, which lie in `pool` and use `buffers`."""
-    if pool.device.type == "cuda":
-        rungs, spans = _read_cuda(graphs, buffers, pool, name)
-    else:
-        rungs, spans = _read_cpu(graphs, buffers, pool, name)
+    with held_collector(collect=False):  # objects by the ten thousand, none of them garbage
+        if pool.device.type == "cuda":
+            rungs, spans = _read_cuda(graphs, buffers, pool, name)
+        else:
+            rungs, spans = _read_cpu(graphs, buffers, pool, name)
     totals = {"pool": pool.nbytes, "buffers": buffers.nbytes}
     return Recording(tuple(rungs), str(device), _in_use(rungs, spans), totals, name)
 
