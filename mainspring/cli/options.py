@@ -102,13 +102,13 @@ class EngineOptions:
         Option(metavar="1,2,4", help="Batch sizes to record, the rungs.", rich_help_panel=_RECORDING),
     ] = None
     verify_graphs: Annotated[
-        bool | None,
+        bool,
         Option(
-            "--verify-graphs/--no-verify-graphs",
+            "--verify-graphs",
             help="Compare each recording with an eager run, bit for bit, when it is made.",
             rich_help_panel=_RECORDING,
         ),
-    ] = None
+    ] = False
     generation_config: Annotated[
         str | None,
         Option(
@@ -126,6 +126,8 @@ class EngineOptions:
         """The keyword arguments for ``LLM``, without those that were not given."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in given.items() if value is not None}
+        if not self.verify_graphs:
+            del given["verify_graphs"]  # left to the environment
         if self.kv_cache_memory is not None:
             given["kv_cache_memory"] = parse_bytes(self.kv_cache_memory)
         if self.cudagraph_capture_sizes is not None:

@@ -28,7 +28,8 @@ class Finding:
 
     Attributes:
         what: "moved" (the owner lies elsewhere now), "freed" (nobody owns the memory any more, or somebody else does),
-            or "unknown" (nothing known ever held the address).
+            "unknown" (nothing known ever held the address), or "escaped" (what the run made is held from outside,
+            though the memory is the pool's: replays and other graphs use it again).
         owner: the last known owner.
         rungs: sizes of the rungs that use it.
         uses: each operation and parameter that uses it, such as "rung 4: operation 7 gemv_kernel, parameter 0".
@@ -194,7 +195,7 @@ class Auditor:
         missing = [size for size in sizes if size not in self._books]
         if missing:
             self.take(missing)
-        findings = [*self._named_findings(sizes), *self._outside_findings(sizes)]
+        findings = [*self._named_findings(sizes), *self._outside_findings(sizes), *self._escaped(sizes)]
         if runner.pool.device.type == "cuda":
             told = {finding.owner for finding in findings}
             findings += [finding for finding in self._memory_findings(sizes) if finding.owner not in told]
@@ -238,6 +239,20 @@ class Auditor:
                     what, outside.owner, rungs, uses, outside.recorded, current, outside.address
                 )
         return list(found.values())
+
+    def _escaped(self, sizes: list[int]) -> list[Finding]:
+        return [
+            Finding(
+                "escaped",
+                "graph pool",
+                (size,),
+                (f"rung {size}: {what.partition(' made by ')[2]}",),
+                f"an intermediate, {what}",
+                "held from outside, where no replay reaches it; return it, or copy it into a buffer from outside",
+            )
+            for size in sizes
+            for what in self._runner.graphs[size].escaped
+        ]
 
     def _memory_findings(self, sizes: list[int]) -> list[Finding]:
         """Addresses that lie in memory which nobody owns now, or which they were recorded with from the start."""

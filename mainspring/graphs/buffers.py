@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from mainspring.graphs.errors import GraphError, StaleAddressError
 
-__all__ = ["FixedBuffers", "Signature", "extent_bytes", "is_opaque"]
+__all__ = ["FixedBuffers", "Signature", "extent_bytes", "holders", "is_opaque"]
 
 
 def is_opaque(tensor: Tensor) -> bool:
@@ -25,6 +26,19 @@ def extent_bytes(tensor: Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def holders(identity: int) -> int:
+    """How many tensors hold the storage with this identity."""
+    return int(torch._C._storage_Use_Count(identity)) - _wrapper_count()
+
+
+@cache
+def _wrapper_count() -> int:
+    """What Python's own wrapper of a storage adds to its count; it differs between versions of torch."""
+    tensor = torch.empty(1, device="cpu")
+    identity = tensor.untyped_storage()._cdata
+    return int(torch._C._storage_Use_Count(identity)) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,11 @@ class CpuGraph:
         pool_bytes_added: bytes by which the arena grew.
         executable_bytes: always 0; see `CudaGraph`.
         outside: memory that the operations use and that is not the recording's own.
+        escaped: what the run made and did not return, but somebody held when it had ended: replays do not reach it.
     """
 
     executable_bytes = 0
+    escaped: tuple[str, ...] = ()
 
     def __init__(self, program: Program, pool: GraphPool) -> None:
         self.pool = pool
@@ -94,6 +96,7 @@ class CpuGraph:
                 raise capture_error(name, error) from error
             program.plan()
             graph = cls(program, pool)
+            graph.escaped = tuple(program.escaped)
         graph.outside = tuple(outside_of(program))
         graph.seconds = time.perf_counter() - started
         return graph

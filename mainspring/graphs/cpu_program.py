@@ -170,6 +170,7 @@ class Program:
         results: what the callable returned, with `TensorRef` for tensors made by the run.
         offsets: arena offset of each storage, in bytes.
         nbytes: arena bytes needed.
+        escaped: what the run made and did not return, but somebody held when it had ended.
     """
 
     operations: list[RecordedOp]
@@ -177,6 +178,7 @@ class Program:
     results: Any = None
     offsets: list[int] = field(default_factory=list)
     nbytes: int = 0
+    escaped: list[str] = field(default_factory=list)
 
     def plan(self) -> None:
         """Lay the storages out by lifetime."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mainspring.graphs.buffers import is_opaque
+from mainspring.graphs.buffers import holders, is_opaque
 from mainspring.graphs.cpu_program import Program, RecordedOp, Storage, TensorRef, map_structure, tensors_in
 from mainspring.graphs.cpu_rules import (
     is_allocation,
@@ -66,8 +66,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not is_opaque(tensor) and tensor.untyped_storage()._cdata in self._index:
                 number = self._index[tensor.untyped_storage()._cdata]
                 self._program.storages[number].pinned = tensor.untyped_storage()
+        self._program.escaped = self._escaped()
         self._held.clear()
         return self._program
+
+    def _escaped(self) -> list[str]:
+        """What the run made, did not return, and somebody still holds."""
+        found = []
+        for tensor, storage in zip(self._held, self._program.storages, strict=True):
+            if storage.pinned is None and storage.nbytes and holders(tensor.untyped_storage()._cdata) > 1:
+                maker = self._program.operations[storage.first].name if self._program.operations else "an operation"
+                shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                found.append(f"{shape} made by operation {storage.first} {maker}")
+        return found
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -115,6 +126,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{name} draws from the random generator; its state would not be part of the recording. "
                 f"Compute random numbers from a seed and a counter that are tensors"
             )
+        metadata_only = torch.Tag.inplace_view in func.tags
+        for tensor, (identity, nbytes, shape) in zip(written, before, strict=True):
+            storage = tensor.untyped_storage()
+            moved = storage._cdata != identity or storage.nbytes() != nbytes
+            if moved or (tensor.shape != shape and not metadata_only):
+                raise CaptureError(
+                    f"{name} resized or re-seated a tensor from {list(shape)} to {list(tensor.shape)} "
+                    f"while recording; give outputs their final shape"
+                )
         self._memory.observe(written)
         self._memory.verify(tensors, lambda: f"{name} wrote into an argument that its schema does not declare")
         outputs = list(result) if isinstance(result, (list, tuple)) else [result]
@@ -125,15 +145,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if outputs and not any(isinstance(out, Tensor) or out is None for out in outputs):
             raise CaptureError(f"{name} gives a Python value, which a recording would freeze; keep it in a tensor")
 
-        metadata_only = torch.Tag.inplace_view in func.tags
-        for tensor, (identity, nbytes, shape) in zip(written, before, strict=True):
-            storage = tensor.untyped_storage()
-            moved = storage._cdata != identity or storage.nbytes() != nbytes
-            if moved or (tensor.shape != shape and not metadata_only):
-                raise CaptureError(
-                    f"{name} resized or re-seated a tensor from {list(shape)} to {list(tensor.shape)} "
-                    f"while recording; give outputs their final shape"
-                )
         if metadata_only:
             return result  # later operations see the new metadata through their own alias
 

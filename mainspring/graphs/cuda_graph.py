@@ -34,8 +34,11 @@ class CudaGraph:
         pool_bytes_added: bytes by which the allocator's reserve grew during the capture.
         executable_bytes: device memory that instantiating the graph took.
         outside: memory that the warm-up run took from outside, by references that do not hold it.
+        escaped: always empty; see `CpuGraph`.
         bodies: graphs inside of conditional nodes by node handle, for versions of CUDA that do not tell them.
     """
+
+    escaped: tuple[str, ...] = ()
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int, int], outputs: Any) -> None:
         self.pool = pool

@@ -20,7 +20,7 @@ class CaptureError(GraphError):
 
 
 _MOVED = "copy new contents into the recorded tensor, or accept the new one (FixedBuffers.accept) and record again"
-_LOST = ("gone", "given back", "let go", "in memory")
+_LOST = ("gone", "given back", "let go", "in memory", "held from outside")
 
 
 class StaleAddressError(GraphError):

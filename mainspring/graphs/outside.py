@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mainspring.graphs.buffers import is_opaque
+from mainspring.graphs.buffers import holders, is_opaque
 from mainspring.graphs.cpu_program import Program, tensors_in
 from mainspring.graphs.cpu_rules import written_tensors
 from mainspring.graphs.spans import Span
@@ -77,7 +76,7 @@ class OutsideTensor:
         identity: int = self.reference.cdata
         if self.reference.expired():
             return "freed", _GIVEN_BACK
-        if self.held and _holders(identity) <= (self.held if held is None else held):
+        if self.held and holders(identity) <= (self.held if held is None else held):
             return (
                 "freed",
                 _LET_GO,
@@ -92,19 +91,6 @@ class OutsideTensor:
 
 def _weakly(storage: torch.UntypedStorage) -> Any:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def _holders(identity: int) -> int:
-    """How many tensors hold the storage with this identity."""
-    return int(torch._C._storage_Use_Count(identity)) - _wrapper_count()
-
-
-@cache
-def _wrapper_count() -> int:
-    """What Python's own wrapper of a storage adds to its count; it differs between versions of torch."""
-    tensor = torch.empty(1, device="cpu")
-    identity = tensor.untyped_storage()._cdata
-    return int(torch._C._storage_Use_Count(identity)) - 1
 
 
 class OutsideObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]

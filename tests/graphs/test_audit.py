@@ -13,7 +13,7 @@ import torch
 from fake_cuda import FakeDriver, fake_graph, kernel, pointers, segment
 from torch import Tensor, nn
 
-from mainspring.graphs import FixedBuffers, GraphPool, GraphRunner, Input, Ladder, StaleAddressError
+from mainspring.graphs import CaptureError, FixedBuffers, GraphPool, GraphRunner, Input, Ladder, StaleAddressError
 from mainspring.graphs import audit as audit_module
 from mainspring.graphs import reading as reading_module
 from mainspring.graphs.audit import Auditor
@@ -62,6 +62,41 @@ def test_a_workspace_that_grows_after_capture_is_found() -> None:
     assert f"{workspace.data_ptr():#x}" in finding.current
     assert finding.rungs == (4, 1)
     assert "aten::add" in finding.uses[0]
+
+
+def test_a_workspace_made_anew_in_the_middle_of_a_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flashinfer#4553: it lies in the graphs' memory from then on, and its old memory is given back."""
+    monkeypatch.setenv("MAINSPRING_AUDIT", "0")
+    state = SimpleNamespace(workspace=torch.zeros(4), runs=0)
+
+    def fn(x: Tensor) -> Tensor:
+        state.runs += 1
+        if state.runs == 2:  # the recorded run
+            state.workspace = torch.zeros(64)
+        return x + state.workspace[:4]
+
+    runner = make(fn, ladder=Ladder([4]), verify=False)
+    runner.capture()
+    finding = only_finding(runner)
+    assert (finding.what, finding.owner) == ("escaped", "graph pool")
+    assert "float32[64] made by operation 0 aten::zeros" in finding.recorded
+    state.workspace = None
+    sound = make(lambda x: x + torch.zeros(64)[:4], ladder=Ladder([4]))
+    sound.capture()
+    assert sound.audit().ok
+
+
+def test_a_workspace_resized_in_the_middle_of_a_capture_is_refused() -> None:
+    state = SimpleNamespace(workspace=torch.zeros(4), runs=0)
+
+    def fn(x: Tensor) -> Tensor:
+        state.runs += 1
+        if state.runs == 2:
+            state.workspace.resize_(1 << 16)
+        return x + state.workspace[:4]
+
+    with pytest.raises(CaptureError, match="resized or re-seated"):
+        make(fn, ladder=Ladder([4])).capture()
 
 
 def test_a_named_workspace_replaced_by_a_larger_one_is_found_by_its_name() -> None:

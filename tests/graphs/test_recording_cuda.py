@@ -223,3 +223,30 @@ def test_what_recording_took_is_accounted_for() -> None:
     assert all(report.operations >= 3 and report.seconds > 0 and report.executable_bytes >= 0 for report in reports)
     rung = runner.recording().rung(64)
     assert rung.pool_bytes == reports[0].pool_bytes_added and rung.executable_bytes == reports[0].executable_bytes
+
+
+def test_destroying_one_graph_leaves_the_others_of_its_pool_right() -> None:
+    """pytorch#193402: a cuBLAS workspace shared by graphs went with the first of them."""
+    module, buffers = mlp()
+    runner = make(lambda x: module(x), buffers)
+    runner.capture()
+    runner.graphs.pop(4).release()
+    torch.cuda.empty_cache()
+    x = torch.randn(1, 64)
+    with torch.no_grad():
+        assert torch.allclose(runner(x=x), module(x.cuda()), atol=1e-5)
+    assert runner.audit().ok
+    assert runner.verify() == [1]
+
+
+def test_a_capture_on_a_device_that_is_not_the_current_one() -> None:
+    """pytorch#87794."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    layer = nn.Linear(64, 64).to("cuda:1").eval()
+    inputs = {"x": Input((64,), torch.float32)}
+    runner = GraphRunner(lambda x: layer(x), inputs=inputs, ladder=Ladder([2]), device="cuda:1", progress=False)
+    x = torch.randn(2, 64)
+    with torch.no_grad(), torch.cuda.device(0):
+        assert torch.allclose(runner(x=x), layer(x.to("cuda:1")), atol=1e-5)
+    assert runner.audit().ok
