@@ -108,12 +108,14 @@ class AuditReport:
 class _Book:
     """What is kept of a rung's address book: arrays, since Python objects by the thousand slow the collector down.
 
-    `addresses` [n] uint64 without packed weights; `owners` [n] are indices into `names`; `kinds` [n] into `kind_names`.
+    `addresses` [n] uint64 without packed weights; `owners` [n] are indices into `names`; `kinds` [n] into `kind_names`;
+    `typed` [n] says which are pointers by themselves, not only words within structs.
     """
 
     addresses: npt.NDArray[np.uint64]
     owners: npt.NDArray[np.int32]
     kinds: npt.NDArray[np.int8]
+    typed: npt.NDArray[np.bool_]
     names: tuple[str, ...]
     kind_names: tuple[str, ...]
     buffers: tuple[str, ...]
@@ -133,6 +135,7 @@ class _Book:
             np.array([entry.address for entry in entries], dtype=np.uint64),
             np.array([at[entry.owner] for entry in entries], dtype=np.int32),
             np.array([kinds.index(entry.kind) for entry in entries], dtype=np.int8),
+            np.array([entry.typed for entry in entries], dtype=np.bool_),
             names,
             kinds,
             tuple(dict.fromkeys(named)),
@@ -265,9 +268,11 @@ class Auditor:
             for at, index in enumerate(now.tolist()):
                 kind, owner = book.kind_names[book.kinds[at]], book.names[book.owners[at]]
                 freed = index >= 0 and spans.spans[index].kind == "freed"
-                lost = index < 0 and kind in ("pool", "tensor") or (index < 0 and owner == "torch workspace")
+                lost = index < 0 and (kind in ("pool", "tensor") or owner == "torch workspace")
                 if not freed and not lost and kind not in _BAD:
                     continue
+                if kind == "workspace" and not book.typed[at]:
+                    continue  # it may never have been an address; tensors that are used have an entry of their own
                 address = int(book.addresses[at])
                 what = "unknown" if kind == "unknown" else "freed"
                 current = "in memory that nobody owns" if freed or lost else "in memory that nobody was known to own"

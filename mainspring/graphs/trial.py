@@ -71,7 +71,9 @@ class RandomTrial:
             within = {
                 name: tensor
                 for name, tensor in self._buffers.items()
-                if tensor.layout == torch.strided and tensor.untyped_storage()._cdata == outside.reference.cdata
+                if isinstance(tensor, Tensor)
+                and tensor.layout == torch.strided
+                and tensor.untyped_storage()._cdata == outside.reference.cdata
             }
             covered = any(tensor.nbytes == storage.nbytes() for tensor in within.values())
             found.update(within)

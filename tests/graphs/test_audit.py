@@ -309,6 +309,16 @@ def test_memory_freed_after_capture_is_found_on_a_gpu(monkeypatch: pytest.Monkey
     assert [finding.what for finding in auditor.audit().findings] == ["freed"]
 
 
+def test_a_word_within_a_struct_that_pointed_into_some_workspace_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, BASE, [segment(BASE, (0x1000, "active_allocated")), pool_segment()])
+    device.driver.held[10] = ("kernel", kernel("aten", pointers(BASE + 0x40, 3), pointers(POOL_AT)))
+    auditor = Auditor(device)
+    auditor.take([4])
+    assert auditor.audit().struct_addresses == 1
+    device.segments = [segment(BASE, (0x1000, "inactive")), pool_segment()]
+    assert auditor.audit().ok
+
+
 def test_a_pool_given_back_under_its_graphs_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytorch#193402: destroying one graph took memory that others still used."""
     device = Device(monkeypatch, BASE, [segment(BASE, (0x1000, "active_allocated")), pool_segment()])
