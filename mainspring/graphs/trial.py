@@ -26,7 +26,8 @@ class Trial(Protocol):
         ...
 
     def prepare(self, rows: int, generator: torch.Generator) -> Mapping[str, Tensor]:
-        """Put random valid contents into the state, and give `rows` rows of every input.
+        """Put random valid contents into the state, and give `rows` rows of every input. The CPU is torch's default
+        device meanwhile.
 
         Args:
             rows: how many.

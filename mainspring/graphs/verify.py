@@ -330,7 +330,8 @@ class Verifier:
         with torch.inference_mode(False), torch.no_grad():
             before = Saved(trial.state(rows))
             try:
-                inputs = trial.prepare(rows, generator)
+                with torch.device("cpu"):  # whatever the caller's default device is
+                    inputs = trial.prepare(rows, generator)
                 start = Saved(trial.state(rows))
 
                 def put_back() -> None:
