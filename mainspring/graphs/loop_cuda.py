@@ -216,7 +216,7 @@ class CudaLoop:
         params.conditional.ctx = context
         # With edge data in its signature it is "_v2" in bindings 12 and the only one in 13.
         add_node = "cuGraphAddNode_v2" if hasattr(driver, "cuGraphAddNode_v2") else "cuGraphAddNode"
-        _call(add_node, parent, [first], None, 1, params)
+        _call(add_node, parent, [first], [driver.CUgraphEdgeData()], 1, params)  # zeros: an ordinary edge
         body = params.conditional.phGraph_out[0]
 
         step = _call("cuGraphAddChildGraphNode", body, None, 0, driver.CUgraph(recording))
