@@ -13,6 +13,7 @@ import torch
 from mainspring.engine.asks import Asks
 from mainspring.engine.logits_state import LogitsState
 from mainspring.engine.seats import SeatTable
+from mainspring.engine.step import TokenRing
 from mainspring.kernels import sampling
 
 PLAIN, FULL = "plain", "full"
@@ -31,7 +32,7 @@ class PlainSampler:
         return None
 
     def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
+        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, ring: TokenRing
     ) -> None:
         """Nothing is kept."""
 
@@ -68,7 +69,7 @@ class FullSampler:
         return self.state.asking(Asks.PROCESSORS, seats) if self.state.active & Asks.PROCESSORS else None
 
     def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
+        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, ring: TokenRing
     ) -> None:
         """See ``Sampler``."""
-        self.state.note(logits, seats, tokens, runs, entry)
+        self.state.note(logits, seats, tokens, runs, ring.entry)

@@ -40,10 +40,10 @@ class Sampler(Protocol):
         ...
 
     def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
+        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, ring: TokenRing
     ) -> None:
-        """Take over the ``tokens`` ``[b]`` chosen in the rows that run; ``logits`` are the model's own, and ``entry``
-        ``[1]`` is the step's entry of the ring."""
+        """Take over the ``tokens`` ``[b]`` chosen in the rows that run; ``logits`` are the model's own, and the ``ring``
+        has not yet got the step's entry."""
         ...
 
 
@@ -122,5 +122,5 @@ class Step:
         """
         table = self.seats
         tokens = sampler(logits, seats)
-        sampler.note(raw, seats, tokens, runs, self.ring.entry)
+        sampler.note(raw, seats, tokens, runs, self.ring)
         advance_seats(tokens, seats, runs, table.advanced, table.stop_ids, self.ring.entries, self.ring.step)
