@@ -98,6 +98,9 @@ def test_a_lost_device_is_reported_once_seen_and_refuses_further_launches(monkey
     assert "For debugging" not in str(caught.value)
     with pytest.raises(GraphError, match=r"'decode\[8\]' cannot run: launch 1 .*illegal memory access"):
         counter.loop.launch(1)
+    monkeypatch.setattr(counter.loop._backend, "fault", lambda launch: None)  # it is not asked at every look
+    with pytest.raises(LoopError, match="illegal memory access"):
+        counter.loop.poll()
     counter.loop.release()
     assert any(left[1] is counter.graph for left in loop._LEFT)
 
