@@ -137,6 +137,45 @@ class GraphRunner:
         with held_collector(collect=self.device.type == "cuda"):
             return [self._record(rung) for rung in track(missing, f"recording {self.name}", self._progress)]
 
+    def load(self, **inputs: Tensor | Sequence[Any]) -> int:
+        """Put one batch into the input buffers, padded, and run nothing: what precedes the launch of a `Loop`.
+
+        Args:
+            inputs: as for a call, of at most the top rung's rows.
+
+        Returns:
+            The rung that serves the batch.
+
+        Raises:
+            LadderError: there are more rows than the top rung has.
+            GraphError, StaleAddressError: as for a call.
+        """
+        rows = self._count_rows(inputs)
+        rung = self.ladder.rung_for(rows)
+        if self.buffers.generation != self._generation:
+            self.recapture("a buffer was accepted at a new address")
+        self._check_addresses()
+        self._load(inputs, rows, rung)
+        return rung
+
+    def graph(self, size: int) -> CpuGraph | CudaGraph:
+        """The recording of rung `size`, made now if there is none yet: what a `Loop` repeats.
+
+        It reads the input buffers, which `load` fills. As long as a `Loop` holds it, `release` and
+        `recapture` refuse.
+
+        Raises:
+            LadderError: `size` is no rung.
+            GraphError: the runner was made with `enforce_eager`.
+            CaptureError: the rung cannot be recorded.
+        """
+        if self.enforce_eager:
+            raise GraphError(
+                f"runner {self.name!r} has enforce_eager=True, so it records nothing that could be repeated"
+            )
+        self.capture([size])
+        return self.graphs[size]
+
     def recapture(self, reason: str) -> list[CaptureReport]:
         """Accept the present addresses of every buffer and record again what was recorded.
 
@@ -157,7 +196,13 @@ class GraphRunner:
         return self.capture(rungs) if rungs else []
 
     def release(self) -> None:
-        """Give up every recording; the next call records anew. Buffers stay."""
+        """Give up every recording; the next call records anew. Buffers stay.
+
+        Raises:
+            GraphError: a loop repeats one of them; none is given up then.
+        """
+        for graph in self.graphs.values():
+            graph.holds.refuse()
         for graph in self.graphs.values():
             graph.release()
         self.graphs.clear()
@@ -196,13 +241,8 @@ class GraphRunner:
             if graph is None:
                 self.capture([rung])
                 graph = self.graphs[rung]
+        self._load(inputs, rows, rung)
         counters = self.counters
-        with torch.no_grad():
-            for key, buffer in self._inputs.items():
-                if buffer.load(inputs[key], rows, rung, self._staging):
-                    counters.uploads += 1
-                else:
-                    counters.uploads_skipped += 1
         counters.rows += rows
         counters.padded_rows += rung - rows
         if graph is None:
@@ -213,6 +253,15 @@ class GraphRunner:
             graph.replay()
             counters.replays[rung] += 1
         return self._outputs.first(rows)
+
+    def _load(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int, rung: int) -> None:
+        """Copy a batch into the input buffers and pad it to `rung`."""
+        with torch.no_grad():
+            for key, buffer in self._inputs.items():
+                if buffer.load(inputs[key], rows, rung, self._staging):
+                    self.counters.uploads += 1
+                else:
+                    self.counters.uploads_skipped += 1
 
     def _check_addresses(self) -> None:
         """Cheap check of inputs and outputs; of everything when auditing is on."""
