@@ -31,3 +31,12 @@ def test_transformer_block() -> None:
     assert lines[0] == "verified rungs: 5"
     assert any(line.startswith("audit: 0 findings in 5 rungs") for line in lines)
     assert any("self_attn.in_proj_weight" in line for line in lines)
+
+
+def test_solver_loop() -> None:
+    *rows, ended, error = run("solver_loop.py").splitlines()
+    residuals = [float(row.rsplit(" ", 1)[1]) for row in rows]
+    assert len(residuals) > 2
+    assert residuals == sorted(residuals, reverse=True)
+    assert "ended by the flag after" in ended
+    assert float(error.rsplit(" ", 1)[1]) < 1e-10

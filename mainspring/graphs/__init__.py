@@ -14,8 +14,17 @@ from mainspring.graphs.buffers import FixedBuffers, Signature
 from mainspring.graphs.counters import GraphCounters
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
-from mainspring.graphs.errors import CaptureError, GraphError, LadderError, StaleAddressError
+from mainspring.graphs.errors import (
+    CaptureError,
+    GraphError,
+    LadderError,
+    LoopError,
+    LoopStuckError,
+    StaleAddressError,
+)
 from mainspring.graphs.ladder import Ladder
+from mainspring.graphs.loop import Loop, LoopEnd, LoopProgress
+from mainspring.graphs.mailbox import Mailbox
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.recording import AddressEntry, Dependency, RecordedOperation, Recording, RungRecording, Use
 from mainspring.graphs.report import Address, CaptureReport, Operation, TensorUse
@@ -44,6 +53,12 @@ __all__ = [
     "Input",
     "Ladder",
     "LadderError",
+    "Loop",
+    "LoopEnd",
+    "LoopError",
+    "LoopProgress",
+    "LoopStuckError",
+    "Mailbox",
     "Mismatch",
     "Operation",
     "OperationMismatch",

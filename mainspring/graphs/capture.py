@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from mainspring.graphs.errors import CaptureError
+from mainspring.graphs.errors import CaptureError, GraphError
 
 __all__ = [
+    "GraphHolds",
     "capture_error",
     "held_collector",
     "recording_of",
@@ -47,6 +48,30 @@ def held_collector(collect: bool = True) -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+class GraphHolds:
+    """Names of the loops that repeat a graph, and that keep it from being released under them."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def add(self, key: int, name: str) -> None:
+        """The loop `name`, known by `key`, holds the graph."""
+        self._names[key] = name
+
+    def remove(self, key: int) -> None:
+        """The loop known by `key` holds the graph no longer."""
+        self._names.pop(key, None)
+
+    def refuse(self) -> None:
+        """See that nobody holds the graph.
+
+        Raises:
+            GraphError: a loop does.
+        """
+        for name in self._names.values():
+            raise GraphError(f"the loop {name!r} repeats this graph; release the loop first")
 
 
 def refuse_forked() -> None:

@@ -183,11 +183,7 @@ class GraphRunner:
         try:
             self._auditor.take(sizes)
             report = self._auditor.audit(sizes)
-        except (
-            GraphError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # they are good all the same
+        except (GraphError, RuntimeError, ValueError) as error:  # they are good all the same
             logger.warning("the recordings of %s could not be read: %s", self.name, error)
             return
         self.counters.audits += 1
@@ -197,6 +193,45 @@ class GraphRunner:
             if os.environ.get(AUDIT_VARIABLE) == "1":
                 report.raise_findings()
             logger.warning("audit of %s: %s", self.name, report)
+
+    def load(self, **inputs: Tensor | Sequence[Any]) -> int:
+        """Put one batch into the input buffers, padded, and run nothing: what precedes the launch of a `Loop`.
+
+        Args:
+            inputs: as for a call, of at most the top rung's rows.
+
+        Returns:
+            The rung that serves the batch.
+
+        Raises:
+            LadderError: there are more rows than the top rung has.
+            GraphError, StaleAddressError: as for a call.
+        """
+        rows = self._count_rows(inputs)
+        rung = self.ladder.rung_for(rows)
+        if self.buffers.generation != self._generation:
+            self.recapture("a buffer was accepted at a new address")
+        self._check_addresses(rung)
+        self._load(inputs, rows, rung)
+        return rung
+
+    def graph(self, size: int) -> CpuGraph | CudaGraph:
+        """The recording of rung `size`, made now if there is none yet: what a `Loop` repeats.
+
+        It reads the input buffers, which `load` fills. As long as a `Loop` holds it, `release` and
+        `recapture` refuse.
+
+        Raises:
+            LadderError: `size` is no rung.
+            GraphError: the runner was made with `enforce_eager`.
+            CaptureError: the rung cannot be recorded.
+        """
+        if self.enforce_eager:
+            raise GraphError(
+                f"runner {self.name!r} has enforce_eager=True, so it records nothing that could be repeated"
+            )
+        self.capture([size])
+        return self.graphs[size]
 
     def recapture(self, reason: str) -> list[CaptureReport]:
         """Accept the present addresses of every buffer and record again what was recorded.
@@ -223,7 +258,12 @@ class GraphRunner:
 
         Args:
             reason: counted in `counters.recaptures` for each rung that is recorded again; not counted where it is None.
+
+        Raises:
+            GraphError: a loop repeats one of them; none is given up then.
         """
+        for graph in self.graphs.values():
+            graph.holds.refuse()
         for rung, graph in self.graphs.items():
             graph.release()
             if reason is not None:
@@ -262,10 +302,10 @@ class GraphRunner:
         trial = self._trial or RandomTrial(
             {key: buffer.spec for key, buffer in self._inputs.items()}, self.graphs[rung].outside, self.buffers
         )
-        return Verifier(self, rung, self._step(rung), trial, self._outputs, self._load)
+        return Verifier(self, rung, self._step(rung), trial, self._outputs, self._put)
 
-    def _load(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int, rung: int) -> list[bool]:
-        """Put a batch into the inputs' buffers, padded up to `rung`; for each, whether it had to be copied."""
+    def _put(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int, rung: int) -> list[bool]:
+        """Copy a batch into the input buffers and pad it to `rung`; for each, whether it had to be copied."""
         with torch.no_grad():
             return [buffer.load(inputs[key], rows, rung, self._staging) for key, buffer in self._inputs.items()]
 
@@ -319,10 +359,8 @@ class GraphRunner:
             if graph is None:
                 self.capture([rung])
                 graph = self.graphs[rung]
-        copied = self._load(inputs, rows, rung)
+        self._load(inputs, rows, rung)
         counters = self.counters
-        counters.uploads += sum(copied)
-        counters.uploads_skipped += len(copied) - sum(copied)
         counters.rows += rows
         counters.padded_rows += rung - rows
         if graph is None:
@@ -333,6 +371,12 @@ class GraphRunner:
             graph.replay()
             counters.replays[rung] += 1
         return self._outputs.first(rows)
+
+    def _load(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int, rung: int) -> None:
+        """Copy a batch into the input buffers and pad it to `rung`, and count that."""
+        copied = self._put(inputs, rows, rung)
+        self.counters.uploads += sum(copied)
+        self.counters.uploads_skipped += len(copied) - sum(copied)
 
     def _check_addresses(self, rung: int) -> None:
         """Cheap check of inputs and outputs; of everything that the rung uses when auditing is on."""
