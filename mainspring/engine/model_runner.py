@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,7 @@ from mainspring.engine.request_state import needs_full_sampler, seat_of, seat_st
 from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan
 from mainspring.engine.seats import SeatTable
-from mainspring.engine.step import RING_STEPS, Sampler, Step, TokenRing
+from mainspring.engine.step import Sampler, Step, StepRecord, TokenRing
 from mainspring.engine.transfer import Download, Uploader
 from mainspring.graphs import FixedBuffers, GraphPool, GraphRunner, Input
 from mainspring.models.decoder import Decoder
@@ -46,13 +46,10 @@ class ModelRunner:
         self.upload = Uploader(limits.device)
         self.seats = SeatTable(self.buffers, limits.max_num_seqs, limits.max_blocks)
         self.ring = TokenRing(self.buffers, limits.max_rows)
+        self.note = StepRecord(self.buffers, limits.max_rows)
         self.logits = self.buffers.allocate("logits", (limits.max_rows, model.config.vocab_size), limits.dtype)
         self.logits_state = LogitsState(
-            self.seats,
-            self.buffers,
-            model.config.vocab_size,
-            (RING_STEPS, limits.max_rows),
-            limits.max_logprobs,
+            self.seats, self.buffers, model.config.vocab_size, limits.max_rows, limits.max_logprobs
         )
         self.samplers: dict[str, Sampler] = {
             PLAIN: PlainSampler(),
@@ -94,7 +91,9 @@ class ModelRunner:
         """Allocate a KV cache of ``num_blocks`` usable blocks (the null block comes on top); record nothing yet."""
         cache = allocate_kv_cache(self.kv_spec, num_blocks + 1, self.limits.device)
         self.buffers.adopt("kv_cache", cache)
-        self._step = Step(self.model, layer_views(cache), self.seats, self.ring, self.logits, self.limits.block_size)
+        self._step = Step(
+            self.model, layer_views(cache), self.seats, self.ring, self.note, self.logits, self.limits.block_size
+        )
 
     def release_graphs(self) -> None:
         """Give back everything recorded; a step that needs a recording makes it anew."""
@@ -151,14 +150,14 @@ class ModelRunner:
 
     @torch.no_grad()
     def _launch_decode(self, plan: DecodePlan) -> LaunchedStep:
-        variant = FULL if any(needs_full_sampler(request) for request in plan.requests) else PLAIN
+        variant = variant_for(plan.requests)
         requests = tuple(plan.requests)
         reads: list[TokenRead] = []
         failures: dict[Request, RequestError] = {}
         for size in self.limits.ladder.split(len(requests)):
             chunk, requests = requests[:size], requests[size:]
             self._run(variant, [seat_of(request) for request in chunk])
-            reads += self._read_tokens(chunk, failures)
+            reads += self._read_tokens(variant, chunk, failures)
         return LaunchedStep(tuple(reads), is_prefill=False, failures=failures)
 
     def _decode(self, rows: torch.Tensor, *, sampler: Sampler) -> None:
@@ -185,13 +184,13 @@ class ModelRunner:
         self.seats.write([(seat_of(request), seat_state(request)) for request in completed], self.upload)
         self.logits_state.write([(seat_of(request), request) for request in completed], self.upload)
         batch = PrefillBatch.of(plan).to_device(self.upload)
-        sampler = self.samplers[FULL if any(needs_full_sampler(request) for request in completed) else PLAIN]
+        variant = variant_for(completed)
         hidden = self.step.forward(self._prefill_inputs(batch))
         prompt_reads = self._read_prompts(plan, hidden)
-        self.step.begin(hidden, batch.last, batch.completed_seats, sampler)
+        self.step.begin(hidden, batch.last, batch.completed_seats, self.samplers[variant])
         self.prefill_tokens += plan.num_tokens
         failures: dict[Request, RequestError] = {}
-        reads = self._read_tokens(completed, failures) if completed else []
+        reads = self._read_tokens(variant, completed, failures) if completed else []
         return LaunchedStep(tuple(reads), is_prefill=True, prompt_reads=prompt_reads, failures=failures)
 
     def _read_prompts(self, plan: PrefillPlan, hidden: torch.Tensor) -> tuple[PromptRead, ...]:
@@ -246,14 +245,16 @@ class ModelRunner:
         """Wait for the device and take over its count of steps, after a launch that may have been cut short."""
         self._steps_launched = int(self.ring.step.item())
 
-    def _read_tokens(self, requests: Sequence[Request], failures: dict[Request, RequestError]) -> list[TokenRead]:
-        """Queue the reading of a step's rows; those that it left to the CPU are served here, in a second entry."""
+    def _read_tokens(
+        self, variant: str, requests: Sequence[Request], failures: dict[Request, RequestError]
+    ) -> list[TokenRead]:
+        """Queue the reading of a step's rows; those that it left to the CPU are served here, and read once more."""
         held = {row: request for row, request in enumerate(requests) if request.asks & Asks.PROCESSORS}
-        reads = [self._read_ring(requests, frozenset(held.values()))]
+        reads = [self._read_record(variant, requests, frozenset(held.values()))]
         if held:
             served = self._serve_held(held, failures)
             if served:
-                reads.append(self._read_ring(served))
+                reads.append(self._read_record(FULL, served))
         return reads
 
     def _serve_held(self, held: dict[int, Request], failures: dict[Request, RequestError]) -> list[Request]:
@@ -274,15 +275,19 @@ class ModelRunner:
             self.eager_steps["logits_processors"] += 1
         return list(served.values())
 
-    def _read_ring(self, requests: Sequence[Request], held: frozenset[Request] = frozenset()) -> TokenRead:
-        entry, count = self._steps_launched % RING_STEPS, len(requests)
+    def _read_record(
+        self, variant: str, requests: Sequence[Request], held: frozenset[Request] = frozenset()
+    ) -> TokenRead:
+        """Queue the reading of the record that the step launched last leaves."""
         self._steps_launched += 1
         self.downloads += 1
-        logprobs = None
-        if any(request.params.logprobs is not None for request in requests):
-            self.downloads += 1
-            logprobs = Download(self.logits_state.logprobs_at(entry, count))
-        return TokenRead(tuple(requests), Download(self.ring.entries[entry, :count]), logprobs, held)
+        record = self.samplers[variant].record(self.note.rows)
+        return TokenRead(tuple(requests), Download(record[: len(requests)]), held)
+
+
+def variant_for(requests: Iterable[Request]) -> str:
+    """The variant of the step that a batch of these requests needs."""
+    return FULL if any(needs_full_sampler(request) for request in requests) else PLAIN
 
 
 def weight_getters(model: Decoder) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:

@@ -30,10 +30,12 @@ class PlainSampler:
         """None: no row waits for the CPU."""
         return None
 
-    def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
-    ) -> None:
+    def note(self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor) -> None:
         """Nothing is kept."""
+
+    def record(self, plain: torch.Tensor) -> torch.Tensor:
+        """The plain record."""
+        return plain
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,11 @@ class FullSampler:
         """The rows with Python logits processors, once there has been a request with any."""
         return self.state.asking(Asks.PROCESSORS, seats) if self.state.active & Asks.PROCESSORS else None
 
-    def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
-    ) -> None:
+    def note(self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor) -> None:
         """See ``Sampler``."""
-        self.state.note(logits, seats, tokens, runs, entry)
+        self.state.note(logits, seats, tokens, runs)
+
+    def record(self, plain: torch.Tensor) -> torch.Tensor:
+        """One with room for log-probabilities, once there has been a request for any."""
+        wide = self.state.record
+        return plain if wide is None else wide

@@ -114,6 +114,30 @@ class GraphRunner:
             start += size
         return self._outputs.concatenate(pieces)
 
+    def load(self, **inputs: Tensor | Sequence[Any]) -> int:
+        """Put one batch into the fixed buffers without running it, for a loop that repeats the recording.
+
+        Args:
+            inputs: as for a call; at most the top rung's rows.
+
+        Returns:
+            The rung whose recording, `graphs[rung]`, serves the batch.
+
+        Raises:
+            GraphError: as for a call; or this runner runs eager and so has no recordings.
+            LadderError: more rows than the top rung.
+        """
+        if self.enforce_eager:
+            raise GraphError(f"runner {self.name!r} runs eager (enforce_eager), so that there is nothing to repeat")
+        rung, _ = self._load(inputs, self._count_rows(inputs))
+        return rung
+
+    def count_repeats(self, rung: int, rows: int, times: int) -> None:
+        """Count steps of `rows` rows that a loop ran on `rung`."""
+        self.counters.rows += rows * times
+        self.counters.padded_rows += (rung - rows) * times
+        self.counters.repeats[rung] += times
+
     def capture(self, sizes: Iterable[int] | None = None) -> list[CaptureReport]:
         """Record the rungs in `sizes` (default: all) that are not recorded yet, from the largest down.
 
@@ -184,8 +208,10 @@ class GraphRunner:
             raise GraphError(f"runner {self.name!r} was given different numbers of rows: {counts}")
         return rows
 
-    def _run(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int) -> Any:
-        """One step of at most the top rung's rows."""
+    def _load(
+        self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int
+    ) -> tuple[int, CpuGraph | CudaGraph | None]:
+        """Make at most the top rung's rows ready; the rung, and its recording unless steps run eager."""
         rung = self.ladder.rung_for(rows)
         if self.buffers.generation != self._generation:
             self.recapture("a buffer was accepted at a new address")
@@ -203,6 +229,12 @@ class GraphRunner:
                     counters.uploads += 1
                 else:
                     counters.uploads_skipped += 1
+        return rung, graph
+
+    def _run(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int) -> Any:
+        """One step of at most the top rung's rows."""
+        rung, graph = self._load(inputs, rows)
+        counters = self.counters
         counters.rows += rows
         counters.padded_rows += rung - rows
         if graph is None:
