@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,12 +16,13 @@ from mainspring.engine.kv_cache import KVCacheSpec, allocate_kv_cache, layer_vie
 from mainspring.engine.launched import LaunchedStep, PromptRead, TokenRead
 from mainspring.engine.limits import EngineLimits
 from mainspring.engine.logits_state import LogitsState, pack_logprobs
+from mainspring.engine.loops import Loops
 from mainspring.engine.operation_counter import OperationCounter
 from mainspring.engine.prefill_batch import PrefillBatch
 from mainspring.engine.processors import apply_processors
 from mainspring.engine.request import Request
-from mainspring.engine.request_state import needs_full_sampler, seat_of, seat_state
-from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler
+from mainspring.engine.request_state import seat_of, seat_state
+from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler, variant_for
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan
 from mainspring.engine.seats import SeatTable
 from mainspring.engine.step import Sampler, Step, StepRecord, TokenRing
@@ -57,13 +58,14 @@ class ModelRunner:
         }
         self.prefill_tokens = 0
         self.downloads = 0
+        self.steps_launched = 0
         self._step: Step | None = None
-        self._steps_launched = 0
         self.eager_steps: Counter[str] = Counter()
         self.eager_operations = 0
         self._eager_operations: dict[tuple[str, int], int] = {}
         for name, getter in weight_getters(model):
             self.buffers.adopt(name, getter)
+        self.loops = Loops(self)
         self.runners = {
             name: GraphRunner(
                 partial(self._decode, sampler=sampler),
@@ -97,6 +99,7 @@ class ModelRunner:
 
     def release_graphs(self) -> None:
         """Give back everything recorded; a step that needs a recording makes it anew."""
+        self.loops.release()
         for runner in self.runners.values():
             runner.release()
 
@@ -124,6 +127,7 @@ class ModelRunner:
         if caller_casts():
             with own_torch_state():
                 return self.launch(plan)
+        self.loops.make_way()
         self.seats.write_tables(plan.table_writes, self.upload)
         if isinstance(plan, PrefillPlan):
             return self._launch_prefill(plan)
@@ -136,6 +140,7 @@ class ModelRunner:
         missing = self.logits_state.missing(asks)
         if not missing:
             return
+        self.loops.release(FULL)
         try:
             self.logits_state.allocate(missing)
         except RuntimeError as error:
@@ -243,7 +248,7 @@ class ModelRunner:
 
     def resynchronize(self) -> None:
         """Wait for the device and take over its count of steps, after a launch that may have been cut short."""
-        self._steps_launched = int(self.ring.step.item())
+        self.steps_launched = int(self.ring.step.item())
 
     def _read_tokens(
         self, variant: str, requests: Sequence[Request], failures: dict[Request, RequestError]
@@ -279,15 +284,13 @@ class ModelRunner:
         self, variant: str, requests: Sequence[Request], held: frozenset[Request] = frozenset()
     ) -> TokenRead:
         """Queue the reading of the record that the step launched last leaves."""
-        self._steps_launched += 1
+        self.steps_launched += 1
         self.downloads += 1
-        record = self.samplers[variant].record(self.note.rows)
-        return TokenRead(tuple(requests), Download(record[: len(requests)]), held)
+        return TokenRead(tuple(requests), Download(self.record_of(variant)[: len(requests)]), held)
 
-
-def variant_for(requests: Iterable[Request]) -> str:
-    """The variant of the step that a batch of these requests needs."""
-    return FULL if any(needs_full_sampler(request) for request in requests) else PLAIN
+    def record_of(self, variant: str) -> torch.Tensor:
+        """Where a variant of the step leaves what the CPU reads: ``[max rows, 2 or more]`` int32."""
+        return self.samplers[variant].record(self.note.rows)
 
 
 def weight_getters(model: Decoder) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:

@@ -6,16 +6,24 @@ which every row is greedy and unrestricted runs the plain one, so that it does n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from mainspring.engine.asks import Asks
 from mainspring.engine.logits_state import LogitsState
+from mainspring.engine.request import Request
+from mainspring.engine.request_state import needs_full_sampler
 from mainspring.engine.seats import SeatTable
 from mainspring.kernels import sampling
 
 PLAIN, FULL = "plain", "full"
+
+
+def variant_for(requests: Iterable[Request]) -> str:
+    """The variant of the step that a batch of these requests needs."""
+    return FULL if any(needs_full_sampler(request) for request in requests) else PLAIN
 
 
 @dataclass(frozen=True)

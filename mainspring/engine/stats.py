@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mainspring.engine.launched import LaunchedStep
+from mainspring.engine.loop_driver import LoopDriver
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan, Scheduler
 
@@ -20,6 +22,12 @@ class EngineStats:
     over decoded tokens; ``ms_per_token`` is the wall time of a decode step, whatever its number of rows;
     ``padding_waste`` is the share of decode rows that were padding, 0 to 1. ``prefix_queried_tokens`` is how many
     prompt tokens were looked up in the prefix cache, ``prefix_hit_tokens`` how many were there.
+
+    ``decode_launches`` counts the replays and loops that the CPU launched for decoding (eager steps too), and
+    ``launches_per_token`` them over decoded tokens. ``loop_launches`` of them were loops, which made ``loop_steps`` of
+    the ``decode_steps``; ``loop_ends`` is why they ended. ``single_steps`` counts, in loop mode, decode steps that were
+    launched one at a time, by reason. ``loop_gap_ms`` is the median of the milliseconds for which the device stood
+    still between two loops, where no prefill step was between; None where none was seen.
     """
 
     launch_mode: str
@@ -39,17 +47,25 @@ class EngineStats:
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     prefix_evicted_blocks: int
+    decode_launches: int = 0
+    launches_per_token: float = 0.0
+    loop_launches: int = 0
+    loop_steps: int = 0
+    loop_ends: Mapping[str, int] = field(default_factory=dict)
+    single_steps: Mapping[str, int] = field(default_factory=dict)
+    loop_gap_ms: float | None = None
 
 
 class StepClock:
     """Times steps from the CPU's side: a decode step's time is what passed since the step before it was done."""
 
     def __init__(self) -> None:
-        self.tokens = 0
         self.prefill_steps = 0
         self.decode_steps = 0
         self.decode_rows = 0
         self.decode_calls = 0
+        self.decode_launches = 0
+        self.loop_steps = 0
         self.decode_seconds = 0.0
         self.busy_seconds = 0.0
         self._last = 0.0
@@ -59,31 +75,58 @@ class StepClock:
         """Around the launch of a step; ``idle`` says that no other step is under way."""
         if idle:
             self._last = time.perf_counter()
-        before = device_calls(runner)
+        before, loops = device_calls(runner), runner.loops.launches
         yield
-        if isinstance(plan, DecodePlan):
+        if not isinstance(plan, DecodePlan):
+            self.prefill_steps += 1
+            return
+        self.decode_launches += 1
+        self.decode_calls += device_calls(runner) - before
+        if runner.loops.launches == loops:  # the steps of a loop are counted when they have been made
             self.decode_steps += 1
             self.decode_rows += len(plan.requests)
-            self.decode_calls += device_calls(runner) - before
-        else:
+
+    @contextmanager
+    def tending(self, runner: ModelRunner) -> Iterator[None]:
+        """Around what is done for a loop while it runs: more blocks for it, or a launch behind it."""
+        before, loops, prefilled = device_calls(runner), runner.loops.launches, runner.prefill_tokens
+        yield
+        if runner.prefill_tokens > prefilled:
             self.prefill_steps += 1
+        else:
+            self.decode_calls += device_calls(runner) - before
+            self.decode_launches += runner.loops.launches - loops
 
     def arrived(self, launched: LaunchedStep) -> None:
         """A step has been read back."""
-        now = time.perf_counter()
-        passed, self._last = now - self._last, now
-        self.busy_seconds += passed
+        passed = self._pass()
         if not launched.is_prefill:
             self.decode_seconds += passed
 
-    def stats(self, launch_mode: str, runner: ModelRunner, scheduler: Scheduler) -> EngineStats:
-        """The counts so far, with the runner's and the scheduler's."""
+    def looped(self, steps: int, rows: int) -> None:
+        """``steps`` steps of a loop have arrived, with ``rows`` tokens together."""
+        if steps:
+            self.decode_seconds += self._pass()
+            self.decode_steps += steps
+            self.loop_steps += steps
+            self.decode_rows += rows
+
+    def _pass(self) -> float:
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
+        self.busy_seconds += passed
+        return passed
+
+    def stats(
+        self, launch_mode: str, runner: ModelRunner, scheduler: Scheduler, tokens: int, driver: LoopDriver
+    ) -> EngineStats:
+        """The counts so far, with the runner's, the scheduler's and the loops'."""
         prefix = scheduler.pool.counters
         counters = [each.counters for each in runner.runners.values()]
         rungs: dict[int, int] = {}
         eager: dict[str, int] = dict(runner.eager_steps)
         for counter in counters:
-            for size, count in counter.replays.items():
+            for size, count in (*counter.replays.items(), *counter.repeats.items()):
                 rungs[size] = rungs.get(size, 0) + count
             for reason, count in counter.eager_steps.items():
                 eager[reason] = eager.get(reason, 0) + count
@@ -93,7 +136,7 @@ class StepClock:
             launch_mode=launch_mode,
             cpu_calls_per_token=self.decode_calls / max(self.decode_rows, 1),
             ms_per_token=1e3 * self.decode_seconds / max(self.decode_steps, 1),
-            tokens_per_second=self.tokens / self.busy_seconds if self.busy_seconds else 0.0,
+            tokens_per_second=tokens / self.busy_seconds if self.busy_seconds else 0.0,
             padding_waste=padded / max(rows + padded, 1),
             rungs=dict(sorted(rungs.items())),
             prefill_steps=self.prefill_steps,
@@ -107,12 +150,19 @@ class StepClock:
             prefix_queried_tokens=prefix.queried_tokens,
             prefix_hit_tokens=prefix.hit_tokens,
             prefix_evicted_blocks=prefix.evicted_blocks,
+            decode_launches=self.decode_launches,
+            launches_per_token=self.decode_launches / max(self.decode_rows, 1),
+            loop_launches=runner.loops.launches,
+            loop_steps=self.loop_steps,
+            loop_ends=dict(driver.ends),
+            single_steps=dict(driver.single_steps),
+            loop_gap_ms=1e3 * statistics.median(driver.gaps) if driver.gaps else None,
         )
 
 
 def device_calls(runner: ModelRunner) -> int:
     """Calls that the CPU has made to the device through this runner: replays or single operations, and copies."""
-    calls = runner.upload.calls + runner.downloads + runner.eager_operations
+    calls = runner.upload.calls + runner.downloads + runner.eager_operations + runner.loops.launches
     for each in runner.runners.values():
         calls += each.counters.replays.total() + each.counters.uploads
     return calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import transformers
 from mainspring import LLM
 
 MakeLLM = Callable[..., LLM]
+
+#: Launch mode of the engines whose test does not name one.
+LAUNCH_MODE_VARIABLE = "MAINSPRING_TEST_LAUNCH_MODE"
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +41,8 @@ def make_tiny(tiny_folder: Path) -> Iterator[MakeLLM]:
             "device": "cpu",
             "kv_cache_memory": 8 << 20,
         }
+        if "enforce_eager" not in options:
+            defaults["launch_mode"] = os.environ.get(LAUNCH_MODE_VARIABLE)
         made.append(LLM(**{"model": str(tiny_folder), **defaults, **options}))
         return made[-1]
 

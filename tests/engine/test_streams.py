@@ -114,7 +114,7 @@ def test_threads_take_turns_and_each_gets_its_own_answer(make_tiny: MakeLLM) -> 
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("function", ["add", "_admit", "_end", "_step", "schedule", "_read_back", "service_order"])
+@pytest.mark.parametrize("function", ["add", "_admit", "end", "_step", "schedule", "take", "service_order"])
 @pytest.mark.parametrize("line", [1, 4, 9])
 def test_ctrl_c_at_any_line_leaves_nothing_half_done(make_tiny: MakeLLM, function: str, line: int) -> None:
     llm = make_tiny(enforce_eager=True, num_gpu_blocks_override=8, max_num_seqs=2, block_size=4)
