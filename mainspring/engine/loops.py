@@ -142,7 +142,7 @@ class Loops:
             depth = max(low, min(high, RING_BYTES // record.nbytes))
             mailbox = Mailbox(self._runner.limits.device, record_shape=tuple(record.shape), depth=depth)
             post = self._posts[record.shape[1]] = Post(mailbox)
-        graph = self._runner.runners[rung[0]].graphs[rung[1]]
+        graph = self._runner.runners[rung[0]].graph(rung[1])
         known = self._loops.get(rung)
         if known is not None and known[0] is not graph:
             known[1].release()
@@ -169,9 +169,10 @@ class Loops:
         self.make_way()
         runner.seats.write_tables(table_writes, runner.upload)
         variant = variant_for(requests)
-        rung = variant, runner.runners[variant].load(rows=[seat_of(request) for request in requests])
-        runner.upload.into(runner.note.policy, np.array([until, leave_on_end], dtype=np.int64))
+        rung = variant, runner.limits.ladder.rung_for(len(requests))
         loop, post = self.prepare(rung)
+        runner.runners[variant].load(rows=[seat_of(request) for request in requests])
+        runner.upload.into(runner.note.policy, np.array([until, leave_on_end], dtype=np.int64))
         number = loop.launch(runner.limits.max_model_len)
         self.launches += 1
         longest = max(request.max_total_tokens - request.num_tokens for request in requests)

@@ -13,8 +13,17 @@ from mainspring.graphs.buffers import FixedBuffers, Signature
 from mainspring.graphs.counters import GraphCounters
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
-from mainspring.graphs.errors import CaptureError, GraphError, LadderError, StaleAddressError
+from mainspring.graphs.errors import (
+    CaptureError,
+    GraphError,
+    LadderError,
+    LoopError,
+    LoopStuckError,
+    StaleAddressError,
+)
 from mainspring.graphs.ladder import Ladder
+from mainspring.graphs.loop import Loop, LoopEnd, LoopProgress
+from mainspring.graphs.mailbox import Mailbox
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.report import Address, CaptureReport, Operation, TensorUse
 from mainspring.graphs.runner import GraphRunner
@@ -35,6 +44,12 @@ __all__ = [
     "Input",
     "Ladder",
     "LadderError",
+    "Loop",
+    "LoopEnd",
+    "LoopError",
+    "LoopProgress",
+    "LoopStuckError",
+    "Mailbox",
     "Operation",
     "Signature",
     "StaleAddressError",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from mainspring.graphs.errors import CaptureError
+from mainspring.graphs.errors import CaptureError, GraphError
 
-__all__ = ["capture_error", "held_collector", "refuse_forked", "user_line"]
+__all__ = ["GraphHolds", "capture_error", "held_collector", "refuse_forked", "user_line"]
 
 _HERE = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -36,6 +36,30 @@ def held_collector(collect: bool = True) -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+class GraphHolds:
+    """Names of the loops that repeat a graph, and that keep it from being released under them."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def add(self, key: int, name: str) -> None:
+        """The loop `name`, known by `key`, holds the graph."""
+        self._names[key] = name
+
+    def remove(self, key: int) -> None:
+        """The loop known by `key` holds the graph no longer."""
+        self._names.pop(key, None)
+
+    def refuse(self) -> None:
+        """See that nobody holds the graph.
+
+        Raises:
+            GraphError: a loop does.
+        """
+        for name in self._names.values():
+            raise GraphError(f"the loop {name!r} repeats this graph; release the loop first")
 
 
 def refuse_forked() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mainspring.graphs.capture import capture_error, held_collector
+from mainspring.graphs.capture import GraphHolds, capture_error, held_collector
 from mainspring.graphs.cpu_program import Program, map_structure
 from mainspring.graphs.cpu_recorder import Recorder
 from mainspring.graphs.cpu_watch import Observer, refuse_host_access
@@ -28,12 +28,14 @@ class CpuGraph:
 
     Attributes:
         pool: whose arena holds the intermediates.
+        holds: loops that repeat this graph.
         seconds: wall time of the capture.
         pool_bytes_added: bytes by which the arena grew.
     """
 
     def __init__(self, program: Program, pool: GraphPool) -> None:
         self.pool = pool
+        self.holds = GraphHolds()
         self.seconds = 0.0
         self.pool_bytes_added = 0
         self._program: Program | None = program
@@ -95,10 +97,11 @@ class CpuGraph:
         """Run the recorded operations.
 
         Raises:
-            GraphError: the graph was released.
+            GraphError: the graph was released, or a loop runs on its pool.
         """
         if self._program is None:
             raise GraphError("this graph was released; capture it again")
+        self.pool.refuse_looping()
         if torch.is_autocast_enabled("cpu"):  # the recorded operations hold their casts already
             with torch.autocast("cpu", enabled=False):
                 self.replay()
@@ -149,7 +152,12 @@ class CpuGraph:
             self._calls = tuple(calls)
 
     def release(self) -> None:
-        """Give up the recording and everything that it holds."""
+        """Give up the recording and everything that it holds.
+
+        Raises:
+            GraphError: a loop repeats this graph.
+        """
+        self.holds.refuse()
         self.pool.arena.leave(self)
         self._program, self._calls, self._outputs = None, (), None
         self._resolve = lambda value: value

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mainspring.graphs.capture import capture_error, held_collector, refuse_forked
+from mainspring.graphs.capture import GraphHolds, capture_error, held_collector, refuse_forked
 from mainspring.graphs.errors import CaptureError, GraphError
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.report import Address, Operation, address_book
@@ -28,12 +28,14 @@ class CudaGraph:
 
     Attributes:
         pool: whose memory pool holds the intermediates.
+        holds: loops that repeat this graph.
         seconds: wall time of warm-up, capture and instantiation.
         pool_bytes_added: bytes by which the allocator's reserve grew during the capture.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int, int], outputs: Any) -> None:
         self.pool = pool
+        self.holds = GraphHolds()
         self._handle = handle
         pool.add_graph(handle)
         self.seconds = 0.0
@@ -142,7 +144,12 @@ class CudaGraph:
             self.pool.remove_graph(self._handle)
 
     def release(self) -> None:
-        """Destroy the graph and let go of its memory, after everything on the device has finished."""
+        """Destroy the graph and let go of its memory, after everything on the device has finished.
+
+        Raises:
+            GraphError: a loop repeats this graph.
+        """
+        self.holds.refuse()
         if self._graph is not None:
             torch.cuda.synchronize(self.pool.device)
             self._graph.reset()

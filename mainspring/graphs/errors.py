@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "GraphError", "LadderError", "StaleAddressError"]
+__all__ = ["CaptureError", "GraphError", "LadderError", "LoopError", "LoopStuckError", "StaleAddressError"]
 
 
 class GraphError(RuntimeError):
@@ -39,3 +39,25 @@ class StaleAddressError(GraphError):
     def __reduce__(self) -> tuple[type[StaleAddressError], tuple[str, str, str]]:
         """Made again from its parts, not from its message, where it crosses to another process."""
         return type(self), (self.buffer, self.recorded, self.current)
+
+
+class LoopError(GraphError):
+    """A launch of a loop failed on the device; the error that stopped it, if any, is the `__cause__`.
+
+    Attributes:
+        launch: number of the launch within its mailbox.
+        fatal: the device cannot be used again in this process, so that every later launch fails too.
+    """
+
+    def __init__(self, message: str, launch: int, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.launch = launch
+        self.fatal = fatal
+
+    def __reduce__(self) -> tuple[type[LoopError], tuple[str, int, bool]]:
+        """Made again from its parts where it crosses to another process."""
+        return type(self), (str(self), self.launch, self.fatal)
+
+
+class LoopStuckError(LoopError):
+    """A loop finished no iteration for the time that its caller allowed. It may still be running."""

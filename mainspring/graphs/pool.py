@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from typing import Any, Protocol
@@ -76,6 +77,38 @@ class GraphPool:
         self._handles: list[tuple[int, int]] = []
         self._graphs: Counter[tuple[int, int]] = Counter()
         self._stream: torch.cuda.Stream | None = None
+        self._loops = 0
+        self._loop_thread: int | None = None
+        self._loop_lock = threading.Lock()
+
+    def begin_loop(self, thread: int | None) -> None:
+        """The thread `thread` is going to repeat a CPU graph of this pool, once more than it was.
+
+        Raises:
+            GraphError: another thread does.
+        """
+        with self._loop_lock:
+            if self._loops and self._loop_thread != thread:
+                raise GraphError(
+                    "a loop of another mailbox runs on this pool, whose graphs share their memory; join it first, or "
+                    "let both loops share a mailbox"
+                )
+            self._loops += 1
+            self._loop_thread = thread
+
+    def end_loop(self) -> None:
+        """One launch of a loop on this pool is over."""
+        with self._loop_lock:
+            self._loops -= 1
+
+    def refuse_looping(self) -> None:
+        """See that no loop repeats a CPU graph of this pool, but on the calling thread.
+
+        Raises:
+            GraphError: one does.
+        """
+        if self._loops and self._loop_thread != threading.get_ident():
+            raise GraphError("a loop runs on this graph's pool, whose graphs share their memory; join it first")
 
     @property
     def handle(self) -> tuple[int, int]:

@@ -114,30 +114,6 @@ class GraphRunner:
             start += size
         return self._outputs.concatenate(pieces)
 
-    def load(self, **inputs: Tensor | Sequence[Any]) -> int:
-        """Put one batch into the fixed buffers without running it, for a loop that repeats the recording.
-
-        Args:
-            inputs: as for a call; at most the top rung's rows.
-
-        Returns:
-            The rung whose recording, `graphs[rung]`, serves the batch.
-
-        Raises:
-            GraphError: as for a call; or this runner runs eager and so has no recordings.
-            LadderError: more rows than the top rung.
-        """
-        if self.enforce_eager:
-            raise GraphError(f"runner {self.name!r} runs eager (enforce_eager), so that there is nothing to repeat")
-        rung, _ = self._load(inputs, self._count_rows(inputs))
-        return rung
-
-    def count_repeats(self, rung: int, rows: int, times: int) -> None:
-        """Count steps of `rows` rows that a loop ran on `rung`."""
-        self.counters.rows += rows * times
-        self.counters.padded_rows += (rung - rows) * times
-        self.counters.repeats[rung] += times
-
     def capture(self, sizes: Iterable[int] | None = None) -> list[CaptureReport]:
         """Record the rungs in `sizes` (default: all) that are not recorded yet, from the largest down.
 
@@ -161,6 +137,51 @@ class GraphRunner:
         with held_collector(collect=self.device.type == "cuda"):
             return [self._record(rung) for rung in track(missing, f"recording {self.name}", self._progress)]
 
+    def load(self, **inputs: Tensor | Sequence[Any]) -> int:
+        """Put one batch into the input buffers, padded, and run nothing: what precedes the launch of a `Loop`.
+
+        Args:
+            inputs: as for a call, of at most the top rung's rows.
+
+        Returns:
+            The rung that serves the batch.
+
+        Raises:
+            LadderError: there are more rows than the top rung has.
+            GraphError, StaleAddressError: as for a call.
+        """
+        rows = self._count_rows(inputs)
+        rung = self.ladder.rung_for(rows)
+        self._check_addresses()
+        self._load(inputs, rows, rung)
+        return rung
+
+    def graph(self, size: int) -> CpuGraph | CudaGraph:
+        """The recording of rung `size`, made now if there is none yet: what a `Loop` repeats.
+
+        It reads the input buffers, which `load` fills. As long as a `Loop` holds it, `release` and
+        `recapture` refuse.
+
+        Raises:
+            LadderError: `size` is no rung.
+            GraphError: the runner was made with `enforce_eager`.
+            CaptureError: the rung cannot be recorded.
+        """
+        if self.enforce_eager:
+            raise GraphError(
+                f"runner {self.name!r} has enforce_eager=True, so it records nothing that could be repeated"
+            )
+        if self.buffers.generation != self._generation:
+            self.recapture("a buffer was accepted at a new address")
+        self.capture([size])
+        return self.graphs[size]
+
+    def count_repeats(self, rung: int, rows: int, times: int) -> None:
+        """Count steps of `rows` rows that a loop ran on `rung`."""
+        self.counters.rows += rows * times
+        self.counters.padded_rows += (rung - rows) * times
+        self.counters.repeats[rung] += times
+
     def recapture(self, reason: str) -> list[CaptureReport]:
         """Accept the present addresses of every buffer and record again what was recorded.
 
@@ -181,7 +202,13 @@ class GraphRunner:
         return self.capture(rungs) if rungs else []
 
     def release(self) -> None:
-        """Give up every recording; the next call records anew. Buffers stay."""
+        """Give up every recording; the next call records anew. Buffers stay.
+
+        Raises:
+            GraphError: a loop repeats one of them; none is given up then.
+        """
+        for graph in self.graphs.values():
+            graph.holds.refuse()
         for graph in self.graphs.values():
             graph.release()
         self.graphs.clear()
@@ -208,10 +235,8 @@ class GraphRunner:
             raise GraphError(f"runner {self.name!r} was given different numbers of rows: {counts}")
         return rows
 
-    def _load(
-        self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int
-    ) -> tuple[int, CpuGraph | CudaGraph | None]:
-        """Make at most the top rung's rows ready; the rung, and its recording unless steps run eager."""
+    def _run(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int) -> Any:
+        """One step of at most the top rung's rows."""
         rung = self.ladder.rung_for(rows)
         if self.buffers.generation != self._generation:
             self.recapture("a buffer was accepted at a new address")
@@ -222,18 +247,7 @@ class GraphRunner:
             if graph is None:
                 self.capture([rung])
                 graph = self.graphs[rung]
-        counters = self.counters
-        with torch.no_grad():
-            for key, buffer in self._inputs.items():
-                if buffer.load(inputs[key], rows, rung, self._staging):
-                    counters.uploads += 1
-                else:
-                    counters.uploads_skipped += 1
-        return rung, graph
-
-    def _run(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int) -> Any:
-        """One step of at most the top rung's rows."""
-        rung, graph = self._load(inputs, rows)
+        self._load(inputs, rows, rung)
         counters = self.counters
         counters.rows += rows
         counters.padded_rows += rung - rows
@@ -245,6 +259,15 @@ class GraphRunner:
             graph.replay()
             counters.replays[rung] += 1
         return self._outputs.first(rows)
+
+    def _load(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int, rung: int) -> None:
+        """Copy a batch into the input buffers and pad it to `rung`."""
+        with torch.no_grad():
+            for key, buffer in self._inputs.items():
+                if buffer.load(inputs[key], rows, rung, self._staging):
+                    self.counters.uploads += 1
+                else:
+                    self.counters.uploads_skipped += 1
 
     def _check_addresses(self) -> None:
         """Cheap check of inputs and outputs; of everything when auditing is on."""

@@ -106,9 +106,7 @@ def advance_case(part: str) -> Case:
     return case_of(
         tokens,
         target,
-        lambda: seats.advance_seats(
-            tokens, served, runs, state, stop_ids, ring, step, record, go_on, policy
-        ),
+        lambda: seats.advance_seats(tokens, served, runs, state, stop_ids, ring, step, record, go_on, policy),
     )
 
 
