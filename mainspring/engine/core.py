@@ -1,4 +1,4 @@
-"""The core: schedule, launch, read back. One call of ``step`` takes every running request on as far as tokens are there."""
+"""The core: schedule, launch, read back. One call of ``step`` hands out the tokens that are there."""
 
 from __future__ import annotations
 

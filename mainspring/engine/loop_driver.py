@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from contextlib import suppress
 
 from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.loop_times import StepTimes
@@ -14,6 +15,7 @@ from mainspring.engine.plan import DecodePlan, PrefillPlan, Reservation
 from mainspring.engine.request import Request, RequestStatus
 from mainspring.engine.samplers import variant_for
 from mainspring.engine.scheduler import Scheduler
+from mainspring.graphs import GraphError
 
 #: Steps that are kept of a reservation, one for each launch that takes over the rows of a loop that is ending.
 SPARE_STEPS = 4
@@ -65,6 +67,7 @@ class LoopDriver:
         self.single_steps: Counter[str] = Counter()
         self.gaps: deque[float] = deque(maxlen=10_000)
         self.news = False
+        self._latest: RunningLoop | None = None
         self._scheduler = scheduler
         self._runner = runner
         self._steps_ahead = steps_ahead
@@ -212,8 +215,22 @@ class LoopDriver:
 
     def taken(self, loop: RunningLoop, steps: int, before: float) -> None:
         """Note the time of ``steps`` steps that were taken from a loop seen last at the time ``before``."""
-        if steps and loop.taken > steps:  # the first ones waited for what ran before
+        if not steps:
+            return
+        if loop.taken > steps:  # the first ones waited for what ran before
             self.times.add(loop.rung, loop.seen - before, steps)
+        else:
+            self._note_gap(loop)
+
+    def _note_gap(self, loop: RunningLoop) -> None:
+        """By the device's own clock, how long it stood still before the loop whose first steps have come."""
+        before, self._latest = self._latest, loop
+        if before is not None and before.mark == loop.mark:  # nothing else ran between
+            with suppress(GraphError):  # that launch may be too long ago
+                end, begin = before.loop.stamps(before.launch)[-1], loop.loop.stamps(loop.launch)[0]
+                gap = max(0.0, float(begin - end) * 1e-9)
+                self.gaps.append(gap)
+                self.times.add_switch(gap)
 
     def ended(self, loop: RunningLoop) -> None:
         """All of a loop's records were taken: what it did not use goes back, unless another goes on with it."""

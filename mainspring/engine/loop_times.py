@@ -46,8 +46,8 @@ class StepTimes:
     def lower_pays(self, now: Rung, lower: int, rows: int, steps_left: int) -> bool:
         """Whether ``rows`` rows should go over from the rung ``now`` to ``lower`` for ``steps_left`` steps at most.
 
-        They should where the seconds that the lower rung saves, as measured, are more than going over takes. A rung that
-        has not been measured is tried as soon as half of the rows are padding.
+        They should where the seconds that the lower rung saves, as measured, are more than going over takes. A rung
+        that has not been measured is tried as soon as half of the rows are padding.
         """
         variant, size = now
         if lower >= size:

@@ -53,11 +53,12 @@ class RunningLoop:
 
     ``until`` is the step, counted over the engine's life, at which the blocks reserved for its rows are used up but for
     ``spare`` steps, which are for launches that take over its rows and its blocks. ``longest`` is after how many steps
-    its last row ends.
+    its last row ends. ``mark`` is the same for two loops between which nothing else was launched.
 
     ``taken`` steps were taken note of, the last at the time ``seen``. ``ringing`` says that it was asked to end, and
-    ``why``; ``answered`` that what comes after it was settled then, ``tied`` that this is a launch which takes over. ``stale``
-    says that the CPU has ended a row that the device goes on with, ``settled`` that no more blocks can be had.
+    ``why``; ``answered`` that what comes after it was settled then, ``tied`` that this is a launch which takes over.
+    ``stale`` says that the CPU has ended a row that the device goes on with, ``settled`` that no more blocks can be
+    had. ``history`` keeps all records where someone wants them.
     """
 
     loop: Loop
@@ -69,6 +70,7 @@ class RunningLoop:
     spare: int
     longest: int
     stuck_after: float
+    mark: tuple[int, int]
     taken: int = 0
     ringing: bool = False
     why: str = ""
@@ -77,6 +79,7 @@ class RunningLoop:
     stale: bool = False
     settled: bool = False
     end: LoopEnd | None = None
+    history: list[np.ndarray] | None = None
     seen: float = field(default_factory=time.perf_counter)
 
     def ring(self) -> None:
@@ -98,6 +101,8 @@ class RunningLoop:
         progress = self.loop.poll(self.launch)
         records = self.post.take(progress.iterations - self.taken)
         self.taken += len(records)
+        if self.history is not None:
+            self.history += records
         now = time.perf_counter()
         if not progress.running and self.taken == progress.iterations:
             self.end = self.loop.join(self.stuck_after, self.launch)
@@ -176,8 +181,11 @@ class Loops:
         number = loop.launch(runner.limits.max_model_len)
         self.launches += 1
         longest = max(request.max_total_tokens - request.num_tokens for request in requests)
-        running = RunningLoop(loop, post, number, tuple(requests), rung, until, spare, longest, stuck_after)
+        mark = runner.prefill_tokens, runner.downloads
+        running = RunningLoop(loop, post, number, tuple(requests), rung, until, spare, longest, stuck_after, mark)
         self.launched.append(running)
+        if runner.log is not None:
+            runner.log.loop_launched(running, table_writes)
         return running
 
     @own_torch_state()
@@ -192,6 +200,8 @@ class Loops:
             runner.seats.write_tables(table_writes, runner.upload)
             runner.upload.into(runner.note.policy[:1], np.array([until], dtype=np.int64))
         running.until = until
+        if runner.log is not None:
+            runner.log.loop_extended(running, table_writes)
 
     @contextmanager
     def _stream_beside(self) -> Iterator[None]:
@@ -226,6 +236,8 @@ class Loops:
         variant, size = running.rung
         self._runner.runners[variant].count_repeats(size, len(running.requests), running.taken)
         self._runner.steps_launched += running.taken
+        if self._runner.log is not None:
+            self._runner.log.loop_ended(running)
 
     def wait(self) -> None:
         """Wait until no launch is under way; their records stay to be taken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from mainspring.engine.transfer import Download, Uploader
 from mainspring.graphs import FixedBuffers, GraphPool, GraphRunner, Input
 from mainspring.models.decoder import Decoder
 from mainspring.models.inputs import ModelInputs
+
+if TYPE_CHECKING:
+    from mainspring.engine.schedule_log import ScheduleLog
 
 
 class ModelRunner:
@@ -66,6 +70,7 @@ class ModelRunner:
         for name, getter in weight_getters(model):
             self.buffers.adopt(name, getter)
         self.loops = Loops(self)
+        self.log: ScheduleLog | None = None
         self.runners = {
             name: GraphRunner(
                 partial(self._decode, sampler=sampler),
@@ -128,10 +133,12 @@ class ModelRunner:
             with own_torch_state():
                 return self.launch(plan)
         self.loops.make_way()
+        done = None if self.log is None else self.log.launched(plan)
         self.seats.write_tables(plan.table_writes, self.upload)
-        if isinstance(plan, PrefillPlan):
-            return self._launch_prefill(plan)
-        return self._launch_decode(plan)
+        launched = self._launch_prefill(plan) if isinstance(plan, PrefillPlan) else self._launch_decode(plan)
+        if done is not None:
+            done()
+        return launched
 
     def require(self, asks: Asks) -> None:
         """Make ready for requests that ask for these kinds: at the first of a kind, its buffers are allocated and the
@@ -141,6 +148,8 @@ class ModelRunner:
         if not missing:
             return
         self.loops.release(FULL)
+        if self.log is not None:
+            self.log.required(missing)
         try:
             self.logits_state.allocate(missing)
         except RuntimeError as error:

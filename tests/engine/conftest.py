@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.pre_tokenizers import ByteLevel
 
 from mainspring import LLM
 
@@ -26,6 +29,19 @@ def tiny_weights(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) ->
     config = transformers.LlamaConfig.from_pretrained(tiny_folder, initializer_range=0.2)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_speaking(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A folder with the tiny Llama and a tokenizer that has an id for each byte."""
+    folder = tmp_path_factory.mktemp("tiny-speaking")
+    (folder / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())
+    tokens = sorted(ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    inner.decoder = ByteLevelDecoder()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
     return folder
 
 
