@@ -18,7 +18,7 @@ from mainspring.engine.plan import TableWrite
 from mainspring.engine.request import Request
 from mainspring.engine.request_state import seat_of
 from mainspring.engine.samplers import variant_for
-from mainspring.graphs import CpuGraph, CudaGraph, Loop, LoopEnd, LoopStuckError, Mailbox
+from mainspring.graphs import CpuGraph, CudaGraph, Loop, LoopEnd, LoopError, LoopStuckError, Mailbox
 
 if TYPE_CHECKING:
     from mainspring.engine.model_runner import ModelRunner
@@ -88,8 +88,11 @@ class RunningLoop:
         self.loop.ring_doorbell()
 
     def has_news(self) -> bool:
-        """Whether there are records to take, or the launch has ended."""
-        return self.post.pending > 0 or not self.loop.poll(self.launch).running
+        """Whether there are records to take, or the launch has ended, in whichever way."""
+        try:
+            return self.post.pending > 0 or not self.loop.poll(self.launch).running
+        except LoopError:  # which `take` raises, where it is dealt with
+            return True
 
     def take(self) -> list[np.ndarray]:
         """The records of the iterations done since the last call; ``end`` is set once all were taken.
