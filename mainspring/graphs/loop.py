@@ -14,10 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mainspring.graphs import loop_cuda
 from mainspring.graphs.buffers import Signature
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
 from mainspring.graphs.errors import GraphError, LoopError, LoopStuckError, StaleAddressError
+from mainspring.graphs.loop_cpu import CpuLoop
 from mainspring.graphs.loop_layout import REASONS, Slot, Words, slot_at
 from mainspring.graphs.mailbox import LoopMemory, Mailbox
 
@@ -154,9 +156,12 @@ class Loop:
     @staticmethod
     def available(device: torch.device | str) -> str | None:
         """Why a loop cannot be had on `device`, or None if it can."""
-        if torch.device(device).type == "cpu":
+        device = torch.device(device)
+        if device.type == "cpu":
             return None
-        return "not yet built for this device"
+        if device.type == "cuda":
+            return loop_cuda.unavailable(device)
+        return "only CPU and CUDA devices have one"
 
     def launch(self, max_steps: int) -> int:
         """Start repeating, behind the mailbox's earlier launches; returns at once.
@@ -286,7 +291,9 @@ class Loop:
             raise self._error(launch, error, fatal=True)
 
     def _error(self, launch: int, cause: BaseException | None, fatal: bool = False) -> LoopError:
-        text = f"{type(cause).__name__}: {cause}" if cause is not None else "the device lost count of the launches"
+        text = "the device lost count of the launches"
+        if cause is not None:
+            text = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"  # CUDA's advice fills the other lines
         error = LoopError(f"launch {launch} of {self.name!r} failed: {text}", launch, fatal)
         if fatal or cause is None:
             self.mailbox.memory.broken = str(error)
@@ -297,11 +304,10 @@ class Loop:
 def _backend(
     graph: CudaGraph | CpuGraph, flag: Tensor, record: Tensor | None, mailbox: Mailbox, name: str
 ) -> LoopBackend:
-    from mainspring.graphs.loop_cpu import CpuLoop
-
+    """What runs the launches of a loop."""
     if isinstance(graph, CpuGraph):
         return CpuLoop(graph, flag, record, mailbox)
-    raise GraphError("not yet built for this device")
+    return loop_cuda.CudaLoop(graph, flag, record, mailbox, name)
 
 
 def _check_tensors(name: str, mailbox: Mailbox, flag: Tensor, record: Tensor | None) -> None:
@@ -331,9 +337,12 @@ def _finish(
         memory.ring_doorbell(launch)
         deadline = time.monotonic() + STOP_SECONDS
         while backend.may_wait() and not memory.reason(launch):
-            if backend.fault(launch) is not None or time.monotonic() > deadline:
+            if memory.broken is not None or backend.fault(launch) is not None or time.monotonic() > deadline:
                 _LEFT.append((backend, graph, memory, held))
                 return
             time.sleep(1e-4)
+    if memory.broken is not None:  # the device is lost, and nothing of it can be freed
+        _LEFT.append((backend, graph, memory, held))
+        return
     graph.holds.remove(id(newest))
     backend.free()

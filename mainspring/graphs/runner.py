@@ -152,6 +152,8 @@ class GraphRunner:
         """
         rows = self._count_rows(inputs)
         rung = self.ladder.rung_for(rows)
+        if self.buffers.generation != self._generation:
+            self.recapture("a buffer was accepted at a new address")
         self._check_addresses()
         self._load(inputs, rows, rung)
         return rung
