@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def latency_table(records: Sequence[LatencyRecord]) -> Table:
-    """One line for each batch, mode and engine; times in milliseconds."""
+    """One line for each batch, mode and engine; times in milliseconds, launches and processor time for each token."""
     first = records[0]
     title = (
         f"{first.model}, {first.dtype}, {first.input_len} tokens in, {first.output_len} out; "
@@ -26,7 +26,8 @@ def latency_table(records: Sequence[LatencyRecord]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     for name in ("engine", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in ("batch", "context", "TPOT", "p99", "mean", "step", "floor", "x floor", "TB/s", "tokens/s", "first"):
+    for name in ("batch", "context", "TPOT", "p99", "mean", "step", "floor", "x floor", "TB/s", "tokens/s", "first",
+                 "launches", "CPU us"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     for record in records:
         table.add_row(
@@ -43,6 +44,8 @@ def latency_table(records: Sequence[LatencyRecord]) -> Table:
             f"{record.achieved_bandwidth / 1e12:.3f}",
             f"{record.tokens_per_second:.1f}",
             _ms(record.first_token_ms),
+            _ms(record.extra.get("launches_per_token")),
+            f"{record.extra['cpu_us_per_token']:.1f}" if "cpu_us_per_token" in record.extra else "-",
         )
     return table
 

@@ -315,6 +315,23 @@ class EngineCore:
         else:
             self._failure = None
 
+    @contextmanager
+    def step_by_step(self) -> Iterator[None]:
+        """Inside, ``step`` makes one decode step at a time, as in graph mode, in an engine in loop mode too."""
+        with self._exclusive():
+            usual = self.launch_mode
+            self.launch_mode = "graph" if usual == "loop" else usual
+            self.runner.loops.end()
+        try:
+            yield
+        finally:
+            self.launch_mode = usual
+
+    @property
+    def loop_driver(self) -> LoopDriver:
+        """What starts and ends loops, and has measured them."""
+        return self._driver
+
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Write ``(checkpoint name, tensor)`` pairs into the weights where they lie; returns how many there were.
 

@@ -7,6 +7,8 @@ import time
 from collections import Counter, deque
 from contextlib import suppress
 
+import numpy as np
+
 from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.loop_times import StepTimes
 from mainspring.engine.loops import RunningLoop
@@ -58,6 +60,8 @@ class LoopDriver:
         ends: launches that have ended, by reason: as the device tells it, or why the CPU asked for it.
         single_steps: decode steps launched one at a time, by reason.
         gaps: seconds that the device stood still between a loop's end and the next loop, where no prefill was between.
+        stamps: where it is a list, each loop that ends adds to it the times of its beginning and of the end of each of
+            its steps, in nanoseconds of the device's clock.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, steps_ahead: int, stuck_after: float) -> None:
@@ -66,6 +70,7 @@ class LoopDriver:
         self.ends: Counter[str] = Counter()
         self.single_steps: Counter[str] = Counter()
         self.gaps: deque[float] = deque(maxlen=10_000)
+        self.stamps: list[np.ndarray] | None = None
         self.news = False
         self._latest: RunningLoop | None = None
         self._scheduler = scheduler
@@ -234,6 +239,8 @@ class LoopDriver:
 
     def ended(self, loop: RunningLoop) -> None:
         """All of a loop's records were taken: what it did not use goes back, unless another goes on with it."""
+        if self.stamps is not None:
+            self.stamps.append(loop.loop.stamps(loop.launch))
         self._runner.loops.forget(loop)
         if not loop.tied:
             self._scheduler.return_unused(loop.requests)
