@@ -21,3 +21,12 @@ def test_any_module() -> None:
     assert len(differences) == 4
     assert max(differences) < 1e-5
     assert "replays per rung: {1: 1, 4: 1, 8: 3} padded rows: 4" in lines
+
+
+def test_solver_loop() -> None:
+    *rows, ended, error = run("solver_loop.py").splitlines()
+    residuals = [float(row.rsplit(" ", 1)[1]) for row in rows]
+    assert len(residuals) > 2
+    assert residuals == sorted(residuals, reverse=True)
+    assert "ended by the flag after" in ended
+    assert float(error.rsplit(" ", 1)[1]) < 1e-10

@@ -286,6 +286,8 @@ class Loop:
 
     def _look_for_fault(self, launch: int) -> None:
         """Raise what the device says about a launch that has not ended."""
+        if (broken := self.mailbox.memory.broken) is not None:
+            raise LoopError(broken, launch, fatal=True)
         error = self._backend.fault(launch)
         if error is not None and not self.mailbox.memory.reason(launch):
             raise self._error(launch, error, fatal=True)

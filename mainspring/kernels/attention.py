@@ -136,6 +136,7 @@ def rope_and_decode_attention_reference(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    settled: bool = False,
 ) -> Tensor:
     """What :func:`rope_and_decode_attention` does, as the two operations that it stands for."""
     q = rope_and_cache(qkv, cos_sin, positions, slots, k_cache, v_cache, q_weight, k_weight, eps)
@@ -151,7 +152,7 @@ _decode_attention = register(
 _rope_and_decode_attention = register(
     "rope_and_decode_attention(Tensor qkv, Tensor cos_sin, Tensor positions, Tensor slots, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor block_tables, Tensor seq_lens, float scale, int window=0, Tensor? q_weight=None, "
-    "Tensor? k_weight=None, float eps=0.0) -> Tensor",
+    "Tensor? k_weight=None, float eps=0.0, bool settled=False) -> Tensor",
     cpu=rope_and_decode_attention_reference,
     cuda="mainspring.kernels.triton.decode_attention:rope_and_decode_attention",
     plain=rope_and_decode_attention_reference,
@@ -205,6 +206,7 @@ def rope_and_decode_attention(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    settled: bool = False,
 ) -> Tensor:
     """What lies between the QKV product and the output product of a decode step, in one kernel on a GPU.
 
@@ -212,6 +214,11 @@ def rope_and_decode_attention(
     token of each row is its last key: ``positions`` are ``seq_lens - 1`` and ``slots`` say where its key and value go;
     a row of length 0 has slot -1. On a GPU, calls that may run at the same time (on two streams) are not allowed:
     they share the counters by which the parts of a row find out that they are the last.
+
+    ``settled`` promises that ``positions``, ``slots``, ``block_tables``, ``seq_lens`` and the cache's entries of
+    earlier tokens were there before the kernel in front was allowed to start: that a kernel without programmatic
+    launch lies between, such as :func:`mainspring.kernels.seats.embed`. Then keys and values are fetched before the
+    wait, while the QKV product still runs.
 
     Returns:
         ``[batch, num_heads, head_dim]``, new, in the dtype of ``qkv``; zeros where the length is 0.
@@ -223,8 +230,9 @@ def rope_and_decode_attention(
         raise ValueError("q_weight and k_weight go together: give both or neither")
     check_slots(slots, qkv.shape[0])
     out: Tensor = _rope_and_decode_attention(
-        qkv, cos_sin, positions, slots, k_cache, v_cache, block_tables, seq_lens, scale, window, q_weight, k_weight, eps
-    )
+        qkv, cos_sin, positions, slots, k_cache, v_cache, block_tables, seq_lens, scale, window, q_weight, k_weight,
+        eps, settled,
+    )  # fmt: skip
     return out
 
 

@@ -24,10 +24,13 @@ def fused_linear_reference(
     eps: float = 0.0,
     residual: Tensor | None = None,
     swiglu: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """What :func:`fused_linear` computes, one operation after the other, each rounded to the dtype of ``x``."""
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
+    if gated:
+        x = silu_and_mul(x)
     product = F.linear(x, weight, bias)
     if swiglu:
         product = silu_and_mul(product)
@@ -44,7 +47,7 @@ def linear_out_reference(x: Tensor, weight: Tensor, bias: Tensor | None, out: Te
 
 _fused_linear = register(
     "fused_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, float eps=0.0, "
-    "Tensor? residual=None, bool swiglu=False) -> Tensor",
+    "Tensor? residual=None, bool swiglu=False, bool gated=False) -> Tensor",
     cpu=fused_linear_reference,
     cuda="mainspring.kernels.triton.linear:fused_linear",
     plain=fused_linear_reference,
@@ -99,10 +102,16 @@ class LinearWeight:
         return out
 
     def apply_fused(
-        self, x: Tensor, norm_weight: Tensor | None, eps: float, residual: Tensor | None, swiglu: bool
+        self,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        swiglu: bool,
+        gated: bool,
     ) -> Tensor:
         """Compute what :func:`fused_linear` says, where :func:`fusion` says that it pays."""
-        product: Tensor = _fused_linear(x, self.weight, self.bias, norm_weight, eps, residual, swiglu)
+        product: Tensor = _fused_linear(x, self.weight, self.bias, norm_weight, eps, residual, swiglu, gated)
         return product
 
     def __repr__(self) -> str:
@@ -222,6 +231,7 @@ def fused_linear(
     eps: float = 0.0,
     residual: Tensor | None = None,
     swiglu: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """A product with what stands in front of it and behind it, in one kernel where there is one.
 
@@ -233,13 +243,17 @@ def fused_linear(
         residual: ``[rows, out_features]``, added to the product.
         swiglu: the weight holds gate rows, then as many up rows: return ``silu(gate) * up``,
             ``[rows, out_features / 2]``; not together with ``residual``.
+        gated: ``x`` is ``[rows, 2 in_features]``, gate columns and then as many up columns: multiply
+            ``silu(gate) * up``; not together with a norm.
 
     Returns:
         A new tensor in the dtype of ``x``. What the kernel rounds only once the reference rounds after each operation.
 
     Raises:
-        ValueError: ``swiglu`` and ``residual`` together.
+        ValueError: ``swiglu`` and ``residual`` together, or ``gated`` and a norm.
     """
     if swiglu and residual is not None:
         raise ValueError("swiglu and residual exclude each other: the addition belongs to the product behind")
-    return weight.apply_fused(x, norm_weight, eps, residual, swiglu)
+    if gated and norm_weight is not None:
+        raise ValueError("gated and norm_weight exclude each other: the norm belongs to the product in front")
+    return weight.apply_fused(x, norm_weight, eps, residual, swiglu, gated)

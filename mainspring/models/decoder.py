@@ -96,6 +96,7 @@ class Attention(nn.Module):
                 q_weight,
                 k_weight,
                 self.eps,
+                settled=True,
             )
         else:
             q = rope_and_cache(qkv, cos_sin, positions, slots, k_cache, v_cache, q_weight, k_weight, self.eps)
@@ -121,9 +122,9 @@ class MLP(nn.Module):
         return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
 
     def fused(self, stream: Tensor, norm: RMSNorm) -> Tensor:
-        """stream [T, hidden] -> stream + forward(norm(stream)), norm and addition inside the two products."""
+        """stream [T, hidden] -> stream + forward(norm(stream)), norm, gate and addition inside the two products."""
         gate_up = self.gate_up_proj.fused(stream, norm=norm.settings)
-        return self.down_proj.fused(silu_and_mul(gate_up), residual=stream)
+        return self.down_proj.fused(gate_up, residual=stream, gated=True)
 
 
 class DecoderLayer(nn.Module):

@@ -63,10 +63,14 @@ class Linear(nn.Module):
         norm: tuple[Tensor, float] | None = None,
         residual: Tensor | None = None,
         swiglu: bool = False,
+        gated: bool = False,
     ) -> Tensor:
-        """This layer behind an RMSNorm (weight, eps) and in front of an addition or of SwiGLU, in one kernel."""
+        """This layer behind an RMSNorm (weight, eps) or SwiGLU's gate, and in front of an addition or of SwiGLU, in one
+        kernel; see `fused_linear`."""
         norm_weight, eps = norm if norm is not None else (None, 0.0)
-        return fused_linear(x, self._product, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu)
+        return fused_linear(
+            x, self._product, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, gated=gated
+        )
 
     @torch.no_grad()
     def pack(self) -> None:

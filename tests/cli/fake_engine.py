@@ -18,6 +18,12 @@ STATS = SimpleNamespace(
     prefill_steps=2,
     decode_steps=75,
     eager_steps={},
+    launches_per_token=0.125,
+    loop_launches=0,
+    loop_steps=0,
+    loop_ends={},
+    single_steps={},
+    loop_gap_ms=None,
 )
 
 

@@ -81,6 +81,21 @@ def test_swiglu_and_residual_exclude_each_other() -> None:
         fused_linear(torch.zeros(1, 8), LinearWeight(torch.zeros(4, 8)), residual=torch.zeros(1, 4), swiglu=True)
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_gated_product_is_the_operations_that_it_stands_for(with_residual: bool) -> None:
+    x, w, b = (torch.randn(shape, dtype=torch.float64).float() for shape in ((3, 2 * 48), (32, 48), (32,)))
+    residual = torch.randn(3, 32) if with_residual else None
+    gate, up = x.double().chunk(2, dim=-1)
+    expected = (gate * torch.sigmoid(gate) * up) @ w.double().T + b
+    out = fused_linear(x, LinearWeight(w, b), residual=residual, gated=True)
+    assert_close(out, expected if residual is None else expected + residual)
+
+
+def test_a_gate_and_a_norm_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        fused_linear(torch.zeros(1, 16), LinearWeight(torch.zeros(4, 8)), norm_weight=torch.ones(8), gated=True)
+
+
 def test_nothing_is_fused_on_a_cpu() -> None:
     assert fusion(torch.zeros(1, 1024, dtype=torch.bfloat16), LinearWeight(torch.zeros(4, 1024))) == Fusion()
 
@@ -105,3 +120,7 @@ def test_products_on_a_gpu_equal_the_formula(dtype: torch.dtype, rows: int, n: i
     gate, up = normed.chunk(2, dim=-1)
     fused = fused_linear(x, weight, norm_weight=g, eps=1e-5, swiglu=True)
     assert_close(fused, gate * torch.sigmoid(gate) * up, loose)
+    wide = torch.randn(rows, 2 * k, device="cuda").to(dtype)
+    gate, up = wide.double().chunk(2, dim=-1)
+    gated = (gate * torch.sigmoid(gate) * up) @ w.double().T + b.double() + r.double()
+    assert_close(fused_linear(wide, weight, residual=r, gated=True), gated, loose)

@@ -12,10 +12,10 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from pdl_race import Case, check_reads, check_writes, placed  # noqa: E402
+from pdl_race import Case, check_reads, check_writes, late_copy, perform, placed  # noqa: E402
 
 from mainspring.kernels.triton import activation, norm, pdl, rope, sampling, seats  # noqa: E402
-from mainspring.kernels.triton.decode_attention import decode_attention, rope_and_decode_attention  # noqa: E402
+from mainspring.kernels.triton.decode_attention import SplitPlan, decode_attention, rope_and_decode_attention  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def greedy_case() -> Case:
     return case_of(logits, out, lambda: sampling.greedy(logits))
 
 
-def attention_case(kind: str, splits: int, part: str) -> Case:
+def attention_case(kind: str, splits: int | SplitPlan, part: str) -> Case:
     d, heads, kv_heads = 64, 4, 2
     qkv = draw(2, (heads + 2 * kv_heads) * d)
     caches = [draw(9, 16, kv_heads, d) for _ in range(2)]
@@ -81,9 +81,12 @@ def attention_case(kind: str, splits: int, part: str) -> Case:
         qkv,
         target,
         lambda: rope_and_decode_attention(
-            qkv, table, positions, slots, *caches, tables, lengths, 0.1, num_splits=splits
+            qkv, table, positions, slots, *caches, tables, lengths, 0.1, settled=kind != "both", num_splits=splits
         ),
     )
+
+
+RING = SplitPlan(2, 16, 16, 1, 3)
 
 
 def gather_case() -> Case:
@@ -110,11 +113,6 @@ def advance_case(part: str) -> Case:
     )
 
 
-def embed_case() -> Case:
-    ids, weight = torch.arange(11, 15, device="cuda"), draw(20, 128)
-    return case_of(ids, torch.zeros(4, 128, device="cuda", dtype=torch.bfloat16), lambda: seats.embed(ids, weight))
-
-
 CASES: dict[str, Callable[[], Case]] = {
     "norm": lambda: norm_case(False),
     "add and norm": lambda: norm_case(True),
@@ -128,10 +126,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "rope and attention, splits": lambda: attention_case("both", 2, "out"),
     "rope and attention, k": lambda: attention_case("both", 1, "k"),
     "rope and attention, v": lambda: attention_case("both", 2, "v"),
+    "settled attention": lambda: attention_case("settled", 1, "out"),
+    "settled attention, k": lambda: attention_case("settled", 2, "k"),
+    "attention with a ring": lambda: attention_case("ring", RING, "out"),
+    "attention with a ring, k": lambda: attention_case("ring", RING, "k"),
+    "attention with a ring, v": lambda: attention_case("ring", RING, "v"),
     "gather": gather_case,
     "advance, ring": lambda: advance_case("ring"),
     "advance, record": lambda: advance_case("record"),
-    "embed": embed_case,
 }
 
 
@@ -145,3 +147,37 @@ def test_reads_only_after_the_wait(name: str, recorded: bool) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_writes_only_after_the_wait(name: str, recorded: bool) -> None:
     check_writes(CASES[name](), recorded)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["stream", "graph"])
+@pytest.mark.parametrize("splits", [1, RING], ids=["plain", "ring"])
+def test_an_ordinary_launch_settles_what_lies_in_front_of_it(splits: int | SplitPlan, recorded: bool) -> None:
+    """Lengths written late reach a kernel that reads them before its wait if an embedding lies between, and only then."""
+    caches = [draw(9, 16, 2, 64) for _ in range(2)]
+    tables = torch.arange(1, 9, device="cuda", dtype=torch.int32).view(2, 4)
+    positions, slots = torch.tensor([50, 40], device="cuda"), torch.tensor([66, 136], device="cuda")
+    angles, qkv, weight = torch.rand(64, 64, device="cuda"), draw(2, 8 * 64), draw(8 * 64)
+    ids, vectors = torch.arange(2, device="cuda"), draw(2, 64)
+    final = torch.tensor([51, 41], device="cuda", dtype=torch.int32)
+
+    def attend(lengths: torch.Tensor) -> torch.Tensor:
+        return rope_and_decode_attention(
+            qkv, angles, positions, slots, *caches, tables, lengths, 0.1, settled=True, num_splits=splits
+        )
+
+    expected = attend(final).clone()
+    for with_embedding in (True, False):
+        lengths = torch.ones_like(final)
+        late_copy(final, lengths, 0)
+        lengths.fill_(1)
+        seen: list[torch.Tensor] = []
+
+        def work(lengths: torch.Tensor = lengths, between: bool = with_embedding) -> None:
+            late_copy(final, lengths)
+            if between:
+                seats.embed(ids, vectors)
+            norm.rms_norm(qkv, weight, 1e-6)
+            seen.append(attend(lengths))
+
+        perform(work, recorded)
+        assert torch.equal(seen[-1], expected) == with_embedding

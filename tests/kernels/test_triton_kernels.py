@@ -30,6 +30,7 @@ from mainspring.kernels.triton import filters as triton_filters  # noqa: E402
 from mainspring.kernels.triton import noise as triton_noise  # noqa: E402
 from mainspring.kernels.triton import seats as triton_seats  # noqa: E402
 from mainspring.kernels.triton.decode_attention import (  # noqa: E402
+    SplitPlan,
     decode_attention,
     plan_splits,
     rope_and_decode_attention,
@@ -204,6 +205,32 @@ def rotate_by(table: torch.Tensor, x: torch.Tensor, positions: torch.Tensor) -> 
 def test_rotation_cache_and_attention_in_one(
     dtype: torch.dtype, shape: tuple[int, ...], window: int, splits: int, normed: bool
 ) -> None:
+    check_rotation_cache_and_attention(dtype, shape, window, splits, normed)
+
+
+RINGS = [
+    # splits, keys of a run, keys at a time, warps, stages
+    SplitPlan(1, 32, 32, 2, 3),
+    SplitPlan(3, 16, 16, 1, 4),
+    SplitPlan(2, 64, 32, 1, 3),
+    SplitPlan(40, 64, 64, 4, 2),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Gluon kernels need a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 3, 64, 16), (1, 2, 128, 16), (2, 1, 128, 8), (1, 16, 64, 32), (1, 4, 256, 16)])
+@pytest.mark.parametrize("plan", RINGS)
+@pytest.mark.parametrize(("window", "normed"), [(0, True), (0, False), (20, True), (1, False)])
+def test_rotation_cache_and_attention_with_a_ring_of_buffers(
+    dtype: torch.dtype, shape: tuple[int, ...], plan: SplitPlan, window: int, normed: bool
+) -> None:
+    check_rotation_cache_and_attention(dtype, shape, window, plan, normed)
+
+
+def check_rotation_cache_and_attention(
+    dtype: torch.dtype, shape: tuple[int, ...], window: int, splits: int | SplitPlan, normed: bool
+) -> None:
     """The new key is in no cache: the row's slot holds NaN before, and its key and value after."""
     kv_heads, group, head_dim, block_size = shape
     case = paged_case(EDGES, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
@@ -231,7 +258,7 @@ def test_rotation_cache_and_attention_in_one(
     scale = head_dim**-0.5
     out = rope_and_decode_attention(
         qkv, table, positions, slots, on.k_cache, on.v_cache, on.block_tables, on.seq_lens, scale, window, *weights,
-        1e-6, num_splits=splits,
+        1e-6, settled=splits != 1, num_splits=splits,
     )  # fmt: skip
     assert torch.equal(out[0], torch.zeros_like(out[0]))
     assert_close(out[1:], naive_decode(q, case, scale, window)[1:])
@@ -271,10 +298,13 @@ def test_the_plan_of_splits_fills_a_device_and_never_exceeds_the_keys() -> None:
     for batch in (1, 2, 7, 64, 256, 512):
         for kv_heads in (1, 3, 8):
             for max_keys in (16, 64, 256, 8192, 131072):
-                splits, smallest = plan_splits(batch, kv_heads, max_keys, 64)
-                assert 1 <= splits <= 128 and (splits - 1) * smallest < max_keys
-    assert plan_splits(1, 8, 8192, 64) == (33, 64)
-    assert plan_splits(256, 8, 400, 64)[0] == 1
+                for row_bytes in (128, 256, 1024):
+                    for ring in (False, True):
+                        plan = plan_splits(batch, kv_heads, max_keys, row_bytes, ring)
+                        assert 1 <= plan.splits <= 128 and (plan.splits - 1) * plan.min_split < max_keys
+                        assert plan.min_split % plan.block_n == 0
+    assert plan_splits(1, 8, 8192, 256, True) == SplitPlan(33, 32, 32, 2)
+    assert plan_splits(256, 8, 400, 256, False).splits == 1
 
 
 PREFILL = [

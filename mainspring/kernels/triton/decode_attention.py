@@ -16,6 +16,7 @@ and writes key and value to the cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -30,6 +31,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 #: Programs aimed at where the batch alone does not fill the device: two for each of an H200's 132 processors.
 TARGET_PROGRAMS = 264
+#: Up to this many programs before splitting, what counts is how soon one is done.
+FEW_PROGRAMS = 64
 #: The fewest keys worth a split of their own where the batch fills the device already.
 LONG_SPLIT = 512
 MAX_SPLITS = 128
@@ -53,14 +56,18 @@ def _load_chunk(
 
 @triton.jit
 def _attend(q, k, v, present, scale, highest, total, attended):
-    """Take a chunk of keys into the running softmax; a first chunk must have at least one key present."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(present[None, :], scores, float("-inf"))
-    higher = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None])
+    """Take a chunk of keys, at least one of them present, into the running softmax.
+
+    Keys and columns are the rows of the products and query heads their columns: of those the matrix units take as few
+    as 8, so that a few heads waste little. ``attended`` is [BLOCK_D, BLOCK_H].
+    """
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+    scores = tl.where(present[:, None], scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 0))
+    weights = tl.exp2(scores - higher[None, :])
     kept = tl.exp2(highest - higher)
-    total = total * kept + tl.sum(weights, 1)
-    attended = attended * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    total = total * kept + tl.sum(weights, 0)
+    attended = attended * kept[None, :] + tl.dot(tl.trans(v), weights.to(v.dtype), input_precision="ieee")
     return higher, total, attended
 
 
@@ -153,20 +160,23 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    SETTLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     RUNS: tl.constexpr = MIN_SPLIT // BLOCK_N
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    group = tl.arange(0, BLOCK_M)
+    # The last splits come first: most have no keys, and are gone before the others need their place.
+    split = num_splits - 1 - tl.program_id(2)
+    group = tl.arange(0, BLOCK_H)
     columns = tl.arange(0, BLOCK_D)
+    run = tl.arange(0, BLOCK_N)
     in_group = group < HEADS_PER_KV
     in_head = columns < HEAD_DIM
     partners = tl.where(columns < HALF, columns + HALF, columns - HALF)
@@ -182,28 +192,22 @@ def _decode_kernel(
         k_gain = tl.load(k_weight_ptr + columns, mask=in_head, other=0.0).to(tl.float32)[None, :]
         k_partner_gain = tl.load(k_weight_ptr + partners, mask=in_head, other=0.0).to(tl.float32)[None, :]
     pdl_launch_dependents(PDL)
-    pdl_wait(PDL)
+    if not SETTLED:
+        pdl_wait(PDL)
 
     # What may be read without knowing the length is asked for together with it.
     length = tl.load(seq_lens_ptr + row)
-    q_row = q_ptr + row * q_row_stride
-    q = tl.load(q_row + head[:, None] * q_head_stride + columns[None, :], mask=tile, other=0.0)
     if FUSED:
         position = tl.load(positions_ptr + row).to(tl.int64)
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        partner = tl.load(q_row + head[:, None] * q_head_stride + partners[None, :], mask=tile, other=0.0)
-        # The new key and value: heads behind the query heads in each row of the product.
-        key_head = q_row + (NUM_KV_HEADS * HEADS_PER_KV + kv_head) * q_head_stride
-        k_new = tl.load(key_head + columns, mask=in_head, other=0.0)[None, :]
-        k_partner = tl.load(key_head + partners, mask=in_head, other=0.0)[None, :]
-        v_new = tl.load(key_head + NUM_KV_HEADS * q_head_stride + columns, mask=in_head, other=0.0)[None, :]
     table_ptr = block_tables_ptr + row * table_stride
-    index = split * MIN_SPLIT + tl.arange(0, BLOCK_N)
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
-    if SPLIT:
-        block = tl.load(table_ptr + (first + index) // BLOCK_SIZE, mask=first + index < max_keys, other=0)
+    index = split * MIN_SPLIT + run
+    following = (num_splits * (1 // RUNS) + split) * MIN_SPLIT + (1 % RUNS) * BLOCK_N + run
+    block = tl.load(table_ptr + (first + index) // BLOCK_SIZE, mask=first + index < max_keys, other=0)
+    next_block = tl.load(table_ptr + (first + following) // BLOCK_SIZE, mask=first + following < max_keys, other=0)
     # Keys in the cache; with FUSED the row's last one is not there yet, and belongs to the first split.
     count = length - first
     if FUSED:
@@ -213,49 +217,67 @@ def _decode_kernel(
         used = tl.maximum(used, tl.minimum(length, 1))
     # An empty row is written by its first split, as zeros.
     if (split < used) | (split == 0):
-        if SPLIT:
-            # Few rows: what counts is how soon the first keys are there.
-            k, v = _load_chunk(
-                k_cache_ptr, v_cache_ptr, block, first + index, index < count, kv_head, columns, in_head,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-            )  # fmt: skip
-        highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        attended = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        k, v = _load_chunk(
+            k_cache_ptr, v_cache_ptr, block, first + index, index < count, kv_head, columns, in_head,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        )  # fmt: skip
         if FUSED:
             angle = tl.where(columns < HALF, columns, columns - HALF)
             cos = tl.load(cos_sin_ptr + position * HEAD_DIM + angle, mask=in_head, other=0.0)[None, :]
             sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + angle, mask=in_head, other=0.0)[None, :]
             sin = tl.where((columns < HALF)[None, :], -sin, sin)
+        chunks = 0
+        if split * MIN_SPLIT < count:
+            before = tl.cdiv(tl.cdiv(count, MIN_SPLIT) - split, num_splits) - 1
+            in_last = count - (before * num_splits + split) * MIN_SPLIT
+            chunks = before * RUNS + tl.minimum(tl.cdiv(in_last, BLOCK_N), RUNS)
+        if SETTLED:
+            pdl_wait(PDL)
+        q_row = q_ptr + row * q_row_stride
+        q = tl.load(q_row + head[:, None] * q_head_stride + columns[None, :], mask=tile, other=0.0)
+        if FUSED:
+            partner = tl.load(q_row + head[:, None] * q_head_stride + partners[None, :], mask=tile, other=0.0)
+            # The new key and value: heads behind the query heads in each row of the product.
+            key_head = q_row + (NUM_KV_HEADS * HEADS_PER_KV + kv_head) * q_head_stride
+            wanted = in_head & (columns * 0 + split == 0)
+            k_new = tl.load(key_head + columns, mask=wanted, other=0.0)[None, :]
+            k_partner = tl.load(key_head + partners, mask=wanted, other=0.0)[None, :]
+            v_new = tl.load(key_head + NUM_KV_HEADS * q_head_stride + columns, mask=wanted, other=0.0)
             q = _rotate(q, partner, q_gain, q_partner_gain, cos, sin, eps, HEAD_DIM, NORM)
+        highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_H,), tl.float32)
+        attended = tl.zeros((BLOCK_D, BLOCK_H), tl.float32)
+        for chunk in range(0, chunks):
+            # The next chunk is on its way while this one is worked on, and the blocks of the one after it.
+            next_k, next_v = _load_chunk(
+                k_cache_ptr, v_cache_ptr, next_block, first + following, following < count, kv_head, columns, in_head,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+            )  # fmt: skip
+            later = (((chunk + 2) // RUNS) * num_splits + split) * MIN_SPLIT + ((chunk + 2) % RUNS) * BLOCK_N + run
+            next_block = tl.load(table_ptr + (first + later) // BLOCK_SIZE, mask=later < count, other=0)
+            highest, total, attended = _attend(q, k, v, index < count, scale * _LOG2_E, highest, total, attended)
+            k = next_k
+            v = next_v
+            index = following
+            following = later
+        if FUSED:  # noqa: SIM102 - the one is settled when compiled
             if (split == 0) & (length > 0):
                 k_turned = _rotate(k_new, k_partner, k_gain, k_partner_gain, cos, sin, eps, HEAD_DIM, NORM)
                 # (Triton's interpreter gives a scalar comparison that is spread over a mask the wrong type.)
                 owned = (in_head & (columns.to(tl.int64) * 0 + slot >= 0))[None, :]
                 entry = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + columns[None, :]
                 tl.store(k_cache_ptr + entry, k_turned, mask=owned)
-                tl.store(v_cache_ptr + entry, v_new, mask=owned)
-                highest = tl.sum(q.to(tl.float32) * k_turned.to(tl.float32), 1) * (scale * _LOG2_E)
-                total += 1.0
-                attended += v_new.to(tl.float32)
-        if split * MIN_SPLIT < count:
-            before = tl.cdiv(tl.cdiv(count, MIN_SPLIT) - split, num_splits) - 1
-            in_last = count - (before * num_splits + split) * MIN_SPLIT
-            chunks = before * RUNS + tl.minimum(tl.cdiv(in_last, BLOCK_N), RUNS)
-            if SPLIT:
-                highest, total, attended = _attend(q, k, v, index < count, scale * _LOG2_E, highest, total, attended)
-            for chunk in range(1 if SPLIT else 0, chunks):
-                start = ((chunk // RUNS) * num_splits + split) * MIN_SPLIT + (chunk % RUNS) * BLOCK_N
-                index = start + tl.arange(0, BLOCK_N)
-                key = first + index
-                block = tl.load(table_ptr + key // BLOCK_SIZE, mask=index < count, other=0)
-                k, v = _load_chunk(
-                    k_cache_ptr, v_cache_ptr, block, key, index < count, kv_head, columns, in_head,
-                    NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-                )  # fmt: skip
-                highest, total, attended = _attend(q, k, v, index < count, scale * _LOG2_E, highest, total, attended)
-        attended = attended / tl.where(total > 0.0, total, 1.0)[:, None]
+                tl.store(v_cache_ptr + entry, v_new[None, :], mask=owned)
+                score = tl.sum(q.to(tl.float32) * k_turned.to(tl.float32), 1) * (scale * _LOG2_E)
+                higher = tl.maximum(highest, score)
+                kept = tl.exp2(highest - higher)
+                weight = tl.exp2(score - higher)
+                total = total * kept + weight
+                attended = attended * kept[None, :] + weight[None, :] * v_new.to(tl.float32)[:, None]
+                highest = higher
+        attended = tl.trans(attended / tl.where(total > 0.0, total, 1.0)[None, :])
         row_heads = row * NUM_KV_HEADS * HEADS_PER_KV
+        target = out_ptr + (row_heads + head)[:, None] * HEAD_DIM + columns[None, :]
         if SPLIT:
             if used > 1:
                 place = (row_heads + head) * num_splits + split
@@ -272,30 +294,61 @@ def _decode_kernel(
                         out_ptr.dtype.element_ty, HEADS_PER_KV, HEAD_DIM, GROUP, BLOCK_D, BLOCK_S,
                     )  # fmt: skip
             else:
-                target = out_ptr + (row_heads + head)[:, None] * HEAD_DIM + columns[None, :]
                 tl.store(target, attended.to(out_ptr.dtype.element_ty), mask=tile)
         else:
-            target = out_ptr + (row_heads + head)[:, None] * HEAD_DIM + columns[None, :]
             tl.store(target, attended.to(out_ptr.dtype.element_ty), mask=tile)
 
 
-def plan_splits(batch: int, num_kv_heads: int, max_keys: int, block_n: int) -> tuple[int, int]:
-    """Return how many splits to launch and the fewest keys one takes; nothing here depends on a length.
+@dataclass(frozen=True)
+class SplitPlan:
+    """How the keys of a launch are shared out; nothing here depends on a length.
+
+    Args:
+        splits: programs for each row and key head.
+        min_split: keys of a run; the splits take runs in turn.
+        block_n: keys a program works on at a time, a power of two; divides ``min_split``.
+        warps: of a program.
+        stages: chunks under way or worked on at a time, for the kernel with a ring of buffers; 0 is the other one.
+    """
+
+    splits: int
+    min_split: int
+    block_n: int
+    warps: int = 4
+    stages: int = 0
+
+
+def plan_splits(batch: int, num_kv_heads: int, max_keys: int, row_bytes: int, ring: bool) -> SplitPlan:
+    """How to share out the keys: measured with ``benchmarks/sweep_attention.py`` on an H200.
 
     Args:
         batch: rows.
         num_kv_heads: key heads.
         max_keys: the most keys a row may have.
-        block_n: keys of one tile.
+        row_bytes: bytes of one key's head.
+        ring: whether the kernel with a ring of buffers can be had.
     """
     programs = batch * num_kv_heads
-    if programs < TARGET_PROGRAMS:
-        wanted = min(triton.cdiv(TARGET_PROGRAMS, programs), MAX_SPLITS)
-        smallest = block_n
+    block_n, warps, stages = (32, 2, 0) if row_bytes <= 256 else (max(16, 16384 // row_bytes), 4, 0)
+    if programs >= TARGET_PROGRAMS:
+        # The batch fills the device; a second split only keeps a few long rows from being waited for.
+        wanted, smallest = 2, LONG_SPLIT
+        if ring:
+            block_n, warps, stages = 16, 1, 4
+    elif programs > FEW_PROGRAMS:
+        wanted, smallest = triton.cdiv(2 * TARGET_PROGRAMS, programs), 64
+        if ring:
+            # Two stages, not more: a kernel that asks for much shared memory does not run beside products that use
+            # the same memory as cache.
+            block_n, warps, stages = 16, 1, 2
     else:
-        # The batch fills the device; splits only keep a few long rows from being waited for.
-        wanted, smallest = 8, max(LONG_SPLIT, block_n)
-    return max(1, min(wanted, triton.cdiv(max_keys, smallest))), smallest
+        wanted, smallest = min(triton.cdiv(TARGET_PROGRAMS, programs), MAX_SPLITS), block_n
+    return SplitPlan(max(1, min(wanted, triton.cdiv(max_keys, smallest))), smallest, block_n, warps, stages)
+
+
+def ring_fits(dtype: torch.dtype, head_dim: int, heads_per_kv: int) -> bool:
+    """Whether the kernel with a ring of buffers takes these heads."""
+    return dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128, 256) and heads_per_kv <= 16
 
 
 @cache
@@ -318,8 +371,9 @@ def _attention(
     seq_lens: Tensor,
     scale: float,
     window: int,
-    num_splits: int,
+    plan: SplitPlan | int,
     fused: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float] | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """Launch the kernel over ``q`` ``[batch, heads, head_dim]``, which with ``fused`` holds keys and values as well.
 
@@ -336,10 +390,14 @@ def _attention(
     block_tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
     heads_per_kv = num_heads // num_kv_heads
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    block_n = 64 if block_d * q.element_size() <= 256 else 32
-    planned, min_split = plan_splits(batch, num_kv_heads, block_tables.shape[1] * block_size, block_n)
-    if num_splits > 0:
-        planned, min_split = num_splits, block_n
+    if not isinstance(plan, SplitPlan):
+        ring = (
+            fused is not None and settled and not pdl.interpreting() and ring_fits(q.dtype, head_dim, heads_per_kv)
+            and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        )  # fmt: skip
+        chosen = plan_splits(batch, num_kv_heads, block_tables.shape[1] * block_size, block_d * q.element_size(), ring)
+        plan = chosen if plan <= 0 else SplitPlan(plan, chosen.block_n, chosen.block_n, chosen.warps)
+    planned = plan.splits
     split = planned > 1
     partial = lse = arrivals = out
     if split:
@@ -348,16 +406,32 @@ def _attention(
         arrivals = _arrival_counters(q.device, max(1 << 16, triton.next_power_of_2(batch * num_kv_heads)))
     cos_sin, positions, slots, q_weight, k_weight, eps = fused or (lse, seq_lens, seq_lens, None, None, 0.0)
     group = triton.next_power_of_2(heads_per_kv)
-    _decode_kernel[(batch, num_kv_heads, planned)](
+    tensors = (
         q, k_cache, v_cache, block_tables, seq_lens, out, partial, lse, arrivals, cos_sin, positions, slots,
         q if q_weight is None else q_weight, q if k_weight is None else k_weight,
-        scale, eps, window, planned, q.stride(0), q.stride(1),
-        block_tables.stride(0), block_tables.shape[1] * block_size,
-        FUSED=fused is not None, NORM=q_weight is not None, WINDOWED=window > 0,
-        HEADS_PER_KV=heads_per_kv, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        SPLIT=split, MIN_SPLIT=min_split, BLOCK_M=max(group, 16), BLOCK_N=block_n, BLOCK_D=block_d, GROUP=group,
+    )  # fmt: skip
+    numbers = (scale, eps, window, planned, q.stride(0), q.stride(1), block_tables.stride(0))
+    constants = dict(
+        NORM=q_weight is not None, WINDOWED=window > 0, HEADS_PER_KV=heads_per_kv, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLIT=split, MIN_SPLIT=plan.min_split, BLOCK_N=plan.block_n,
+        BLOCK_H=max(group, 8), GROUP=group, num_warps=plan.warps, **pdl.options(pdl.mode(q.device)),
+    )  # fmt: skip
+    if plan.stages:
+        from mainspring.kernels.triton.ring_attention import ring_attention_kernel
+
+        ring_attention_kernel[(batch, num_kv_heads, planned)](
+            *tensors,
+            *numbers,
+            STAGES=plan.stages,
+            WARPS=plan.warps,
+            BLOCK_S=max(1, min(64, 32 * plan.warps // group)),
+            **constants,
+        )
+        return out
+    _decode_kernel[(batch, num_kv_heads, planned)](
+        *tensors, *numbers, block_tables.shape[1] * block_size, FUSED=fused is not None, BLOCK_D=block_d,
         BLOCK_S=max(1, min(triton.next_power_of_2(planned), COMBINED_AT_ONCE // (group * block_d))),
-        num_warps=4, num_stages=2, **pdl.options(pdl.mode(q.device)),
+        SETTLED=settled, num_stages=1, **constants,
     )  # fmt: skip
     return out
 
@@ -390,13 +464,15 @@ def rope_and_decode_attention(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
-    num_splits: int = 0,
+    settled: bool = False,
+    num_splits: SplitPlan | int = 0,
 ) -> Tensor:
-    """See :func:`mainspring.kernels.attention.rope_and_decode_attention`; ``num_splits`` > 0 overrides the plan."""
+    """See :func:`mainspring.kernels.attention.rope_and_decode_attention`; ``num_splits`` > 0, or a whole plan,
+    overrides the plan."""
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.unflatten(1, (-1, head_dim))
     num_heads = heads.shape[1] - 2 * num_kv_heads
     settings = (cos_sin, positions, slots, q_weight, k_weight, eps)
     return _attention(
-        heads, num_heads, k_cache, v_cache, block_tables, seq_lens, scale, window, num_splits, settings
+        heads, num_heads, k_cache, v_cache, block_tables, seq_lens, scale, window, num_splits, settings, settled
     )  # fmt: skip

@@ -23,7 +23,7 @@ def tile_for(x: Tensor, weight: Tensor) -> Tile:
     """The tile for ``x @ weight^T``; the library's where no kernel takes these operands.
 
     Args:
-        x: ``[rows, k]``.
+        x: ``[rows, k]``, or ``[rows, 2 k]`` of a gated product.
         weight: ``[n, k]``.
     """
     rows = x.shape[0]
@@ -48,11 +48,13 @@ def fused_linear(
     eps: float = 0.0,
     residual: Tensor | None = None,
     swiglu: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """See :func:`mainspring.kernels.linear.fused_linear`."""
     tile = tile_for(x, weight)
     if tile.kernel == "library":
-        return fused_linear_reference(x, weight, bias, norm_weight, eps, residual, swiglu)
+        return fused_linear_reference(x, weight, bias, norm_weight, eps, residual, swiglu, gated)
+    prologue = Prologue.SILU if gated else Prologue.PLAIN if norm_weight is None else Prologue.NORM
     return skinny_matmul(
         x,
         WeightOperand.dense(weight),
@@ -61,7 +63,7 @@ def fused_linear(
         residual=residual,
         norm_weight=norm_weight,
         eps=eps,
-        prologue=Prologue.PLAIN if norm_weight is None else Prologue.NORM,
+        prologue=prologue,
         epilogue=Epilogue.SWIGLU if swiglu else Epilogue.PLAIN,
     )
 

@@ -164,12 +164,16 @@ def _embed_kernel(token_ids_ptr, weight_ptr, out_ptr, size, stride, BLOCK: tl.co
 
 
 def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """See :func:`mainspring.kernels.seats.embed`."""
+    """See :func:`mainspring.kernels.seats.embed`.
+
+    An ordinary launch: everything in front is done and visible before it starts, so that the kernels behind it may read
+    what lies in front of it (``rope_and_decode_attention``, ``settled``) before they wait.
+    """
     count, size = token_ids.shape[0], weight.shape[1]
     out = weight.new_empty((count, size))
     if count:
         block = min(1024, triton.next_power_of_2(size))
         _embed_kernel[(count, triton.cdiv(size, block))](
-            token_ids, weight, out, size, weight.stride(0), BLOCK=block, **pdl.options(pdl.mode(weight.device))
+            token_ids, weight, out, size, weight.stride(0), BLOCK=block, PDL=pdl.OFF
         )
     return out
