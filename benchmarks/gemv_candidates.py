@@ -75,7 +75,7 @@ def mma_candidates(n: int, k: int, rows: int, most: int) -> Iterator[Tile]:
         chunks = -(-k // block_k)
         if block_k > triton.next_power_of_2(k) or chunks > 32:
             continue
-        for block_n in (8, 16, 32):
+        for block_n in (8, 16, 32, 64) if rows > 4 else (8, 16, 32):
             for warps in (2, 4, 8, 16):
                 for split in (warps, warps // 2, warps // 4):
                     for prefetch in sorted({1, 2, 4, chunks}):

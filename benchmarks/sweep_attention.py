@@ -28,11 +28,8 @@ import triton  # noqa: E402
 from benchmarks.gemv_chain import SHAPES, StepShape, read_bandwidth, record, time_graph  # noqa: E402
 from mainspring.kernels.linear import LinearWeight, linear  # noqa: E402
 from mainspring.kernels.seats import embed  # noqa: E402
-from mainspring.kernels.triton.decode_attention import (  # noqa: E402
-    SplitPlan,
-    plan_splits,
-    rope_and_decode_attention,
-)
+from mainspring.kernels.triton.attention_plan import SplitPlan, plan_splits  # noqa: E402
+from mainspring.kernels.triton.decode_attention import rope_and_decode_attention  # noqa: E402
 
 BLOCK_SIZE = 16
 
@@ -122,7 +119,7 @@ def measure(shape: StepShape, batch: int, context: int, max_keys: int, bandwidth
     layers = Layers(shape, batch, context, max_keys)
     without = time_graph(record(partial(layers.step, None, False, False)), 10, 3)
     floor = batch * context * shape.kv_heads * shape.head_dim * 4 / bandwidth * 1e6
-    chosen = plan_splits(batch, shape.kv_heads, max_keys, 64)
+    chosen = plan_splits(batch, shape.kv_heads, max_keys, 2 * shape.head_dim, ring=True)
     print(
         f"\n== {shape.name}, {batch} rows of {context} keys (of {max_keys}): products alone "
         f"{without / shape.layers * 1e3:.2f} us a layer, floor of attention {floor:.2f} us"

@@ -250,6 +250,7 @@ class Loops:
     def end(self) -> None:
         """Ask every launch to end and wait until all have; their records stay to be taken."""
         for running in self.launched:
+            running.why = running.why or "pause"
             running.ring()
         self.wait()
 

@@ -45,8 +45,9 @@ def random_traffic(llm: LLM, seed: int, count: int, stop: list[str] | None = Non
         if len(answers) < count and (rng.random() < 0.3 or not core.has_work()):
             prompt = shared[: rng.randint(0, 20)] + [rng.randrange(3, 250) for _ in range(rng.randint(1, 10))]
             answers.append(core.add(str(len(answers)), prompt, random_params(rng, stop)))
-        if answers and rng.random() < 0.04:
-            core.abort(rng.choice(answers))
+        under_way = [answer for answer in answers if not answer.finished]
+        if under_way and rng.random() < 0.05:
+            core.abort(rng.choice(under_way))
         if rng.random() < 0.3:
             time.sleep(rng.choice([0.0, 0.001, 0.003]))
         core.step()
@@ -125,7 +126,6 @@ def test_stop_strings_too(make_tiny: MakeLLM, tiny_speaking: Path) -> None:
         answers = random_traffic(llm, 5, 50, stop=stops)
     ended = [choice for answer in answers for choice in answer.choices if choice.stop_reason in stops]
     assert len(ended) >= 3
-    assert "stop string" in llm.stats().loop_ends
     assert llm.core.scheduler.pool.num_free == llm.core.memory.num_blocks
     assert list(replay_schedule(log, make_tiny(launch_mode="graph", **speaking).core.runner)) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ pytest.importorskip("triton")
 from pdl_race import Case, check_reads, check_writes, late_copy, perform, placed  # noqa: E402
 
 from mainspring.kernels.triton import activation, norm, pdl, rope, sampling, seats  # noqa: E402
-from mainspring.kernels.triton.decode_attention import SplitPlan, decode_attention, rope_and_decode_attention  # noqa: E402
+from mainspring.kernels.triton.attention_plan import SplitPlan  # noqa: E402
+from mainspring.kernels.triton.decode_attention import decode_attention, rope_and_decode_attention  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -152,7 +154,7 @@ def test_writes_only_after_the_wait(name: str, recorded: bool) -> None:
 @pytest.mark.parametrize("recorded", [False, True], ids=["stream", "graph"])
 @pytest.mark.parametrize("splits", [1, RING], ids=["plain", "ring"])
 def test_an_ordinary_launch_settles_what_lies_in_front_of_it(splits: int | SplitPlan, recorded: bool) -> None:
-    """Lengths written late reach a kernel that reads them before its wait if an embedding lies between, and only then."""
+    """Lengths written late reach a kernel that reads them before its wait if an embedding lies between, only then."""
     caches = [draw(9, 16, 2, 64) for _ in range(2)]
     tables = torch.arange(1, 9, device="cuda", dtype=torch.int32).view(2, 4)
     positions, slots = torch.tensor([50, 40], device="cuda"), torch.tensor([66, 136], device="cuda")
@@ -166,18 +168,18 @@ def test_an_ordinary_launch_settles_what_lies_in_front_of_it(splits: int | Split
         )
 
     expected = attend(final).clone()
+
+    def work(lengths: torch.Tensor, with_embedding: bool, seen: list[torch.Tensor]) -> None:
+        late_copy(final, lengths)
+        if with_embedding:
+            seats.embed(ids, vectors)
+        norm.rms_norm(qkv, weight, 1e-6)
+        seen.append(attend(lengths))
+
     for with_embedding in (True, False):
         lengths = torch.ones_like(final)
         late_copy(final, lengths, 0)
         lengths.fill_(1)
         seen: list[torch.Tensor] = []
-
-        def work(lengths: torch.Tensor = lengths, between: bool = with_embedding) -> None:
-            late_copy(final, lengths)
-            if between:
-                seats.embed(ids, vectors)
-            norm.rms_norm(qkv, weight, 1e-6)
-            seen.append(attend(lengths))
-
-        perform(work, recorded)
+        perform(partial(work, lengths, with_embedding, seen), recorded)
         assert torch.equal(seen[-1], expected) == with_embedding

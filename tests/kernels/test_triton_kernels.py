@@ -29,12 +29,8 @@ from mainspring.kernels.triton import activation, kv_cache, norm, rope, sampling
 from mainspring.kernels.triton import filters as triton_filters  # noqa: E402
 from mainspring.kernels.triton import noise as triton_noise  # noqa: E402
 from mainspring.kernels.triton import seats as triton_seats  # noqa: E402
-from mainspring.kernels.triton.decode_attention import (  # noqa: E402
-    SplitPlan,
-    decode_attention,
-    plan_splits,
-    rope_and_decode_attention,
-)
+from mainspring.kernels.triton.attention_plan import SplitPlan, plan_splits  # noqa: E402
+from mainspring.kernels.triton.decode_attention import decode_attention, rope_and_decode_attention  # noqa: E402
 from mainspring.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

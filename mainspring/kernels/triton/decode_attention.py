@@ -16,7 +16,6 @@ and writes key and value to the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -25,17 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mainspring.kernels.triton import pdl
+from mainspring.kernels.triton.attention_plan import SplitPlan, plan_splits, ring_fits
 from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
-#: Programs aimed at where the batch alone does not fill the device: two for each of an H200's 132 processors.
-TARGET_PROGRAMS = 264
-#: Up to this many programs before splitting, what counts is how soon one is done.
-FEW_PROGRAMS = 64
-#: The fewest keys worth a split of their own where the batch fills the device already.
-LONG_SPLIT = 512
-MAX_SPLITS = 128
 #: Elements of the splits' sums that are put together at a time: 64 registers of a thread.
 COMBINED_AT_ONCE = 8192
 
@@ -297,58 +290,6 @@ def _decode_kernel(
                 tl.store(target, attended.to(out_ptr.dtype.element_ty), mask=tile)
         else:
             tl.store(target, attended.to(out_ptr.dtype.element_ty), mask=tile)
-
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """How the keys of a launch are shared out; nothing here depends on a length.
-
-    Args:
-        splits: programs for each row and key head.
-        min_split: keys of a run; the splits take runs in turn.
-        block_n: keys a program works on at a time, a power of two; divides ``min_split``.
-        warps: of a program.
-        stages: chunks under way or worked on at a time, for the kernel with a ring of buffers; 0 is the other one.
-    """
-
-    splits: int
-    min_split: int
-    block_n: int
-    warps: int = 4
-    stages: int = 0
-
-
-def plan_splits(batch: int, num_kv_heads: int, max_keys: int, row_bytes: int, ring: bool) -> SplitPlan:
-    """How to share out the keys: measured with ``benchmarks/sweep_attention.py`` on an H200.
-
-    Args:
-        batch: rows.
-        num_kv_heads: key heads.
-        max_keys: the most keys a row may have.
-        row_bytes: bytes of one key's head.
-        ring: whether the kernel with a ring of buffers can be had.
-    """
-    programs = batch * num_kv_heads
-    block_n, warps, stages = (32, 2, 0) if row_bytes <= 256 else (max(16, 16384 // row_bytes), 4, 0)
-    if programs >= TARGET_PROGRAMS:
-        # The batch fills the device; a second split only keeps a few long rows from being waited for.
-        wanted, smallest = 2, LONG_SPLIT
-        if ring:
-            block_n, warps, stages = 16, 1, 4
-    elif programs > FEW_PROGRAMS:
-        wanted, smallest = triton.cdiv(2 * TARGET_PROGRAMS, programs), 64
-        if ring:
-            # Two stages, not more: a kernel that asks for much shared memory does not run beside products that use
-            # the same memory as cache.
-            block_n, warps, stages = 16, 1, 2
-    else:
-        wanted, smallest = min(triton.cdiv(TARGET_PROGRAMS, programs), MAX_SPLITS), block_n
-    return SplitPlan(max(1, min(wanted, triton.cdiv(max_keys, smallest))), smallest, block_n, warps, stages)
-
-
-def ring_fits(dtype: torch.dtype, head_dim: int, heads_per_kv: int) -> bool:
-    """Whether the kernel with a ring of buffers takes these heads."""
-    return dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128, 256) and heads_per_kv <= 16
 
 
 @cache
