@@ -211,8 +211,10 @@ def _measure_batch(
     launches = tokens = 0
     busy = 0.0
     for _ in range(workload.repeats):
+        began = time.process_time()
         firsts.append(drive(llm.core, prompts, short).seconds)
-        before, began = llm.stats(), time.process_time()
+        before, busy = llm.stats(), busy - (time.process_time() - began)
+        began = time.process_time()
         with loop_stamps(llm.core) as stamps:
             timeline = drive(llm.core, prompts, long)
         after, busy = llm.stats(), busy + time.process_time() - began

@@ -108,6 +108,37 @@ def latency(
 
 
 @command(bench)
+def busy(
+    model: Model = "qwen3-0.6b",
+    batch: Annotated[int, Option(help="Answers at a time.")] = 1,
+    input_len: InputLen = 128,
+    output_len: Annotated[int, Option(help="Tokens in an answer.")] = 256,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    launch_mode: Annotated[
+        str, Option(metavar="MODE,MODE", help="loop, graph, eager, or several with commas.")
+    ] = "loop,graph",
+    repeats: Annotated[int, Option(help="Times that each mode answers, quiet and busy.")] = 5,
+    json: Json = None,
+) -> None:
+    """Time of a whole answer on a quiet CPU, and on one that is kept busy.
+
+    Busy is as many spinning processes as cores, and a Python thread in this process that holds the interpreter.
+    """
+    from mainspring.bench.busy import measure_busy
+    from mainspring.bench.latency import check_modes
+    from mainspring.bench.setting import open_setting
+    from mainspring.bench.workload import Workload
+
+    workload = Workload((batch,), input_len, output_len, repeats=repeats)
+    output = Output(json)
+    with open_setting(model, dtype, device, workload, measure_bandwidth=False) as setting:
+        for record in measure_busy(setting, check_modes(launch_mode)):
+            output.add(setting.device, "busy", record)
+    output.show("busy_table")
+
+
+@command(bench)
 def startup(
     model: Model = "qwen3-0.6b",
     dtype: Dtype = "auto",

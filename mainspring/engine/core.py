@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -22,6 +22,7 @@ from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
 from mainspring.engine.errors import EngineError
 from mainspring.engine.generation_defaults import sampling_defaults
 from mainspring.engine.intake import Intake, Needs, whole_numbers
+from mainspring.engine.interpreter import ASLEEP, AT_WORK, switch_interval
 from mainspring.engine.launched import LaunchedStep, RowResult, row_results
 from mainspring.engine.limits import EngineLimits, choose_device, choose_launch_mode, derive_limits
 from mainspring.engine.loop_driver import LoopDriver
@@ -217,9 +218,18 @@ class EngineCore:
         with self._lock:
             head = self._in_flight[0] if self._in_flight and not self._busy else None
         if isinstance(head, RunningLoop):
-            self._driver.await_news(head)  # without the lock: other threads may add and abort meanwhile
-        with self._exclusive():
+            with self._asleep():
+                self._driver.await_news(head)  # without the lock: other threads may add and abort meanwhile
+        with self._at_work(), self._exclusive():
             return self._step()
+
+    def _asleep(self) -> AbstractContextManager[None]:
+        """Around a wait: the interpreter is to be had soon after it. In loop mode the device goes on meanwhile."""
+        return switch_interval.of(ASLEEP) if self.launch_mode == "loop" else nullcontext()
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        """Around scheduling and launching, in which the device may be waiting."""
+        return switch_interval.of(AT_WORK) if self.launch_mode == "loop" else nullcontext()
 
     def _step(self) -> list[Answer]:
         touched: Touched = {}
@@ -246,8 +256,9 @@ class EngineCore:
         """Schedule and launch a step, or a loop of steps, and read back the oldest if enough are under way."""
         plan = self.scheduler.schedule(may_preempt=not self._in_flight)
         if plan is not None:
-            with self.clock.launching(plan, self.runner, idle=not self._in_flight):
-                self._in_flight.append(self._launched(plan))
+            step = self._launched(plan)
+            self.clock.launched(plan, step, idle=not self._in_flight)
+            self._in_flight.append(step)
         head = self._in_flight[0] if self._in_flight else None
         if isinstance(head, LaunchedStep) and (plan is None or len(self._in_flight) > depth):
             self._in_flight.popleft()
@@ -270,8 +281,7 @@ class EngineCore:
             self._in_flight.popleft()
             self._read_back(head, touched)
         elif self._in_flight[-1] is loop:
-            with self.clock.tending(self.runner):
-                behind = self._driver.tend(loop)
+            behind = self._driver.tend(loop)
             if behind is not None:
                 self._in_flight.append(behind)
 
@@ -379,7 +389,8 @@ class EngineCore:
 
     def _read_back(self, launched: LaunchedStep, touched: Touched) -> None:
         """Wait for a step and give its tokens to their answers, which are added to ``touched``."""
-        results = launched.results()
+        with self._asleep():
+            results = launched.results()
         self.clock.arrived(launched)
         for read in launched.prompt_reads:
             self._delivery.take_prompt(read)

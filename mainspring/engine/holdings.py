@@ -88,7 +88,8 @@ class Holdings:
         """
         size = self.pool.block_size
         if after_return and not request.in_prefill:
-            written, blocks = request.num_tokens - 1, self.pool.blocks_for(request.num_tokens)
+            written = request.num_tokens - 1
+            blocks = min(len(request.block_ids), self.pool.blocks_for(request.num_tokens))
         else:
             written, blocks = max(request.num_computed_tokens, request.prefill_target), len(request.block_ids)
         return min(written + size, request.max_total_tokens - 1) > blocks * size

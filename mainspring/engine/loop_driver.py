@@ -254,7 +254,7 @@ class LoopDriver:
         deadline = time.perf_counter() + LONGEST_WAIT
         while not loop.has_news() and time.perf_counter() < deadline:
             left = min(loop.longest, loop.until - self._runner.steps_launched) - loop.taken
-            self.bell.wait(self.times.look_again(loop.rung, left, loop.ringing))
+            self.bell.wait(self.times.look_again(loop.rung, len(loop.requests), left, loop.ringing))
             if loop.end is not None or loop.ringing and not loop.answered:
                 return
 

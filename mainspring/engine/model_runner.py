@@ -60,7 +60,10 @@ class ModelRunner:
             PLAIN: PlainSampler(),
             FULL: FullSampler(self.seats, self.logits_state),
         }
+        self.prefill_steps = 0
         self.prefill_tokens = 0
+        self.prefill_calls = 0
+        self.decode_launches = 0
         self.downloads = 0
         self.steps_launched = 0
         self._step: Step | None = None
@@ -135,10 +138,25 @@ class ModelRunner:
         self.loops.make_way()
         done = None if self.log is None else self.log.launched(plan)
         self.seats.write_tables(plan.table_writes, self.upload)
-        launched = self._launch_prefill(plan) if isinstance(plan, PrefillPlan) else self._launch_decode(plan)
+        if isinstance(plan, PrefillPlan):
+            calls = self.device_calls
+            launched = self._launch_prefill(plan)
+            self.prefill_calls += self.device_calls - calls
+            self.prefill_steps += 1
+        else:
+            launched = self._launch_decode(plan)
+            self.decode_launches += len(launched.reads)
         if done is not None:
             done()
         return launched
+
+    @property
+    def device_calls(self) -> int:
+        """Calls that the CPU has made to the device: replays, loops or single operations, and copies."""
+        calls = self.upload.calls + self.downloads + self.eager_operations + self.loops.launches
+        for each in self.runners.values():
+            calls += each.counters.replays.total() + each.counters.uploads
+        return calls
 
     def require(self, asks: Asks) -> None:
         """Make ready for requests that ask for these kinds: at the first of a kind, its buffers are allocated and the

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.loop_driver import LoopDriver
+from mainspring.engine.loops import RunningLoop
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan, Scheduler
 
@@ -60,42 +60,20 @@ class StepClock:
     """Times steps from the CPU's side: a decode step's time is what passed since the step before it was done."""
 
     def __init__(self) -> None:
-        self.prefill_steps = 0
         self.decode_steps = 0
         self.decode_rows = 0
-        self.decode_calls = 0
-        self.decode_launches = 0
         self.loop_steps = 0
         self.decode_seconds = 0.0
         self.busy_seconds = 0.0
         self._last = 0.0
 
-    @contextmanager
-    def launching(self, plan: PrefillPlan | DecodePlan, runner: ModelRunner, idle: bool) -> Iterator[None]:
-        """Around the launch of a step; ``idle`` says that no other step is under way."""
+    def launched(self, plan: PrefillPlan | DecodePlan, step: LaunchedStep | RunningLoop, idle: bool) -> None:
+        """A step, or a loop, was launched; ``idle`` says that no other was under way."""
         if idle:
             self._last = time.perf_counter()
-        before, loops = device_calls(runner), runner.loops.launches
-        yield
-        if not isinstance(plan, DecodePlan):
-            self.prefill_steps += 1
-            return
-        self.decode_launches += 1
-        self.decode_calls += device_calls(runner) - before
-        if runner.loops.launches == loops:  # the steps of a loop are counted when they have been made
+        if isinstance(plan, DecodePlan) and isinstance(step, LaunchedStep):
             self.decode_steps += 1
             self.decode_rows += len(plan.requests)
-
-    @contextmanager
-    def tending(self, runner: ModelRunner) -> Iterator[None]:
-        """Around what is done for a loop while it runs: more blocks for it, or a launch behind it."""
-        before, loops, prefilled = device_calls(runner), runner.loops.launches, runner.prefill_tokens
-        yield
-        if runner.prefill_tokens > prefilled:
-            self.prefill_steps += 1
-        else:
-            self.decode_calls += device_calls(runner) - before
-            self.decode_launches += runner.loops.launches - loops
 
     def arrived(self, launched: LaunchedStep) -> None:
         """A step has been read back."""
@@ -121,7 +99,7 @@ class StepClock:
         self, launch_mode: str, runner: ModelRunner, scheduler: Scheduler, tokens: int, driver: LoopDriver
     ) -> EngineStats:
         """The counts so far, with the runner's, the scheduler's and the loops'."""
-        prefix = scheduler.pool.counters
+        prefix, launches = scheduler.pool.counters, runner.decode_launches + runner.loops.launches
         counters = [each.counters for each in runner.runners.values()]
         rungs: dict[int, int] = {}
         eager: dict[str, int] = dict(runner.eager_steps)
@@ -134,12 +112,12 @@ class StepClock:
         padded = sum(counter.padded_rows for counter in counters)
         return EngineStats(
             launch_mode=launch_mode,
-            cpu_calls_per_token=self.decode_calls / max(self.decode_rows, 1),
+            cpu_calls_per_token=(runner.device_calls - runner.prefill_calls) / max(self.decode_rows, 1),
             ms_per_token=1e3 * self.decode_seconds / max(self.decode_steps, 1),
             tokens_per_second=tokens / self.busy_seconds if self.busy_seconds else 0.0,
             padding_waste=padded / max(rows + padded, 1),
             rungs=dict(sorted(rungs.items())),
-            prefill_steps=self.prefill_steps,
+            prefill_steps=runner.prefill_steps,
             decode_steps=self.decode_steps,
             prefill_tokens=runner.prefill_tokens,
             decoded_tokens=self.decode_rows,
@@ -150,19 +128,11 @@ class StepClock:
             prefix_queried_tokens=prefix.queried_tokens,
             prefix_hit_tokens=prefix.hit_tokens,
             prefix_evicted_blocks=prefix.evicted_blocks,
-            decode_launches=self.decode_launches,
-            launches_per_token=self.decode_launches / max(self.decode_rows, 1),
+            decode_launches=launches,
+            launches_per_token=launches / max(self.decode_rows, 1),
             loop_launches=runner.loops.launches,
             loop_steps=self.loop_steps,
             loop_ends=dict(driver.ends),
             single_steps=dict(driver.single_steps),
             loop_gap_ms=1e3 * statistics.median(driver.gaps) if driver.gaps else None,
         )
-
-
-def device_calls(runner: ModelRunner) -> int:
-    """Calls that the CPU has made to the device through this runner: replays or single operations, and copies."""
-    calls = runner.upload.calls + runner.downloads + runner.eager_operations + runner.loops.launches
-    for each in runner.runners.values():
-        calls += each.counters.replays.total() + each.counters.uploads
-    return calls

@@ -497,9 +497,10 @@ def test_a_lower_rung_is_taken_where_what_it_saves_is_more_than_the_change_costs
 def test_the_cpu_looks_seldom_while_nothing_is_due_and_often_at_the_end() -> None:
     times, rung = StepTimes(), ("plain", 1)
     times.add(rung, 0.4, 1000)
-    usual = times.look_again(rung, 100, ending=False)
-    assert usual >= 0.8e-3
-    assert times.look_again(rung, 1, ending=False) < usual
-    assert times.look_again(rung, 100, ending=True) < 1e-4
+    usual = times.look_again(rung, 1, 100, ending=False)
+    assert usual >= 4 * 0.4e-3  # several tokens a look
+    assert times.look_again(rung, 1, 1, ending=False) < usual
+    assert times.look_again(rung, 8, 100, ending=False) < usual  # which several tokens a step pay for
+    assert times.look_again(rung, 1, 100, ending=True) < 1e-4
     times.add(rung, 10.0, 100)
-    assert times.look_again(rung, 100, ending=False) <= 5e-3
+    assert times.look_again(rung, 1, 100, ending=False) <= 5e-3
