@@ -215,6 +215,7 @@ class EngineCore:
         Returns the answers that got tokens. Whatever a step raises, every request under way is aborted and the engine
         goes on, unless the device itself is lost or a loop failed: then all later calls raise ``EngineError``.
         """
+        self._check_alive()
         with self._lock:
             head = self._in_flight[0] if self._in_flight and not self._busy else None
         if isinstance(head, RunningLoop):

@@ -22,28 +22,28 @@ class SwitchInterval:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
+        self._asked: list[list[float]] = []  # each a list of its own, so that equal ones are told apart
         self._usual = 0.0
 
     @contextmanager
     def of(self, seconds: float) -> Iterator[None]:
-        """Inside, the interval is ``seconds``; behind it, what it was in front, and outside of all such blocks as the
-        program has set it. Where blocks of several threads overlap, what was asked for last holds."""
+        """Inside, the interval is ``seconds``; outside of all such blocks it is as the program has set it. Where several
+        overlap, what was asked for last holds."""
         if threading.active_count() == 1:
             yield
             return
+        asked = [seconds]
         with self._lock:
-            before = sys.getswitchinterval()
-            if self._inside == 0:
-                self._usual = before
-            self._inside += 1
+            if not self._asked:
+                self._usual = sys.getswitchinterval()
+            self._asked.append(asked)
             sys.setswitchinterval(seconds)
         try:
             yield
         finally:
             with self._lock:
-                self._inside -= 1
-                sys.setswitchinterval(before if self._inside else self._usual)
+                self._asked = [each for each in self._asked if each is not asked]
+                sys.setswitchinterval(self._asked[-1][0] if self._asked else self._usual)
 
 
 #: There is one interpreter in a process, and so one of these.
