@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +17,12 @@ from mainspring.graphs.buffers import Signature
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
 from mainspring.graphs.errors import GraphError, LoopError, LoopStuckError, StaleAddressError
+from mainspring.graphs.loop_backend import LoopBackend, check_tensors, finish
 from mainspring.graphs.loop_cpu import CpuLoop
 from mainspring.graphs.loop_layout import REASONS, Slot, Words, slot_at
-from mainspring.graphs.mailbox import LoopMemory, Mailbox
+from mainspring.graphs.mailbox import Mailbox
 
 __all__ = ["Loop", "LoopEnd", "LoopProgress"]
-
-STOP_SECONDS = 10.0
-"""How long a loop that is given up may take to end before its memory is left to it for good."""
-
-_LEFT: list[Any] = []
-"""What loops that did not end are still using: never freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +56,6 @@ class LoopEnd:
     launch: int
     iterations: int
     reason: str
-
-
-class LoopBackend(Protocol):
-    """How launches run on one kind of device."""
-
-    def start(self, max_steps: int) -> int:
-        """Queue a launch and return its number."""
-        ...
-
-    def fault(self, launch: int) -> BaseException | None:
-        """The error of the device that stopped `launch`, if there is one; costs a call to the driver."""
-        ...
-
-    def may_wait(self) -> bool:
-        """Whether the calling thread may wait for the loop."""
-        ...
-
-    def free(self) -> None:
-        """Give up what was made; nothing runs."""
-        ...
 
 
 class Loop:
@@ -137,7 +110,7 @@ class Loop:
         if mailbox is None:
             mailbox = Mailbox(device, record_shape=(0,) if record is None else tuple(record.shape))
         mailbox.memory.refuse_forked()
-        _check_tensors(name, mailbox, flag, record)
+        check_tensors(name, mailbox, flag, record)
         if device.type != mailbox.device.type or (device.index is not None and device != mailbox.device):
             raise GraphError(f"loop {name!r} is on {device} and its mailbox on {mailbox.device}; they must be the same")
         self.name = name
@@ -150,7 +123,7 @@ class Loop:
         self._backend = _backend(graph, flag, record, mailbox, name)
         graph.holds.add(id(self._newest), name)
         self._finish: Callable[..., object] = weakref.finalize(
-            self, _finish, self._backend, graph, mailbox.memory, self._newest, (mailbox, flag, record)
+            self, finish, self._backend, graph, mailbox.memory, self._newest, (mailbox, flag, record)
         )
 
     @staticmethod
@@ -310,41 +283,3 @@ def _backend(
     if isinstance(graph, CpuGraph):
         return CpuLoop(graph, flag, record, mailbox)
     return loop_cuda.CudaLoop(graph, flag, record, mailbox, name)
-
-
-def _check_tensors(name: str, mailbox: Mailbox, flag: Tensor, record: Tensor | None) -> None:
-    """See that flag and record are what the kernel reads."""
-    wanted = [("flag", flag, (1,))] + ([] if record is None else [("record", record, mailbox.record_shape)])
-    for role, tensor, shape in wanted:
-        if tensor.dtype is not torch.int32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise GraphError(
-                f"the {role} of loop {name!r} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; it "
-                f"must be contiguous int32 {list(shape)}"
-            )
-        if tensor.device != mailbox.device:
-            raise GraphError(
-                f"the {role} of loop {name!r} is on {tensor.device} and its mailbox on {mailbox.device}; they must be "
-                f"the same"
-            )
-
-
-def _finish(
-    backend: LoopBackend, graph: CudaGraph | CpuGraph, memory: LoopMemory, newest: list[int], held: tuple[Any, ...]
-) -> None:
-    """End a loop that is given up, and let go of its graph; `held` is what it may still be using."""
-    if os.getpid() != memory.process:
-        return
-    launch = newest[0]
-    if launch and memory.known(launch) and not memory.reason(launch):
-        memory.ring_doorbell(launch)
-        deadline = time.monotonic() + STOP_SECONDS
-        while backend.may_wait() and not memory.reason(launch):
-            if memory.broken is not None or backend.fault(launch) is not None or time.monotonic() > deadline:
-                _LEFT.append((backend, graph, memory, held))
-                return
-            time.sleep(1e-4)
-    if memory.broken is not None:  # the device is lost, and nothing of it can be freed
-        _LEFT.append((backend, graph, memory, held))
-        return
-    graph.holds.remove(id(newest))
-    backend.free()

@@ -50,7 +50,8 @@ class LoopMemory:
         self.failures: dict[int, BaseException] = {}
         self.broken: str | None = None
         self.process = os.getpid()
-        self._fence = threading.Lock()
+        # One that its holder may take again: a signal handler or a finalizer may come in between.
+        self._fence = threading.RLock()
 
     def refuse_forked(self) -> None:
         """See that this is the process in which the mailbox was made.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,14 +17,24 @@ import pytest
 import torch
 from loop_helpers import ENDLESS, WAIT, Counter, capture, value
 
-from mainspring.graphs import GraphError, GraphPool, Loop, LoopEnd, LoopError, LoopStuckError, Mailbox, loop, loop_cuda
+from mainspring.graphs import (
+    GraphError,
+    GraphPool,
+    Loop,
+    LoopEnd,
+    LoopError,
+    LoopStuckError,
+    Mailbox,
+    loop_backend,
+    loop_cuda,
+)
 from mainspring.graphs.loop_layout import REASONS, Slot, slot_at
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_left(monkeypatch: Any) -> None:
     """What a test leaves behind for good is not for good here."""
-    monkeypatch.setattr(loop, "_LEFT", [])
+    monkeypatch.setattr(loop_backend, "_LEFT", [])
 
 
 def test_an_error_in_a_replay_names_the_launch_and_the_next_launch_runs() -> None:
@@ -102,7 +113,7 @@ def test_a_lost_device_is_reported_once_seen_and_refuses_further_launches(monkey
     with pytest.raises(LoopError, match="illegal memory access"):
         counter.loop.poll()
     counter.loop.release()
-    assert any(left[1] is counter.graph for left in loop._LEFT)
+    assert any(left[1] is counter.graph for left in loop_backend._LEFT)
 
 
 def test_a_device_that_counts_otherwise_is_an_error() -> None:
@@ -122,12 +133,12 @@ def test_a_loop_that_does_not_end_keeps_its_memory(monkeypatch: Any) -> None:
     inside, go = threading.Event(), threading.Event()
     replay = counter.graph.replay
     monkeypatch.setattr(counter.graph, "replay", lambda: (inside.set(), go.wait(WAIT), replay()))
-    monkeypatch.setattr(loop, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(loop_backend, "STOP_SECONDS", 0.1)
     launch = counter.loop.launch(ENDLESS)
     assert inside.wait(WAIT)
     memory = counter.loop.mailbox.memory
     del counter.loop
-    assert any(left[1] is counter.graph for left in loop._LEFT)
+    assert any(left[1] is counter.graph for left in loop_backend._LEFT)
     with pytest.raises(GraphError, match="repeats this graph"):
         counter.graph.release()
     go.set()
@@ -235,3 +246,26 @@ def test_why_a_gpu_has_no_loop_is_said(monkeypatch: Any) -> None:
         assert why is None if answer is None else str(why).startswith(answer)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert "spawn" in str(Loop.available(device))
+
+
+def test_a_signal_handler_may_ring_while_the_same_thread_polls() -> None:
+    counter = Counter("cpu", record=None)
+    rung = 0
+
+    def ring(*_: object) -> None:
+        nonlocal rung
+        rung += 1
+        counter.loop.ring_doorbell()
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
+    try:
+        while rung < 500:
+            counter.loop.launch(ENDLESS)
+            while counter.loop.poll().running:
+                pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    launch = counter.loop.launch(2)
+    assert counter.loop.join(WAIT) == LoopEnd(launch, 2, "max_steps")
