@@ -35,7 +35,7 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(make_tiny: MakeLLM
     streams = [first.stream(PROMPT, GREEDY), second.stream(PROMPT, GREEDY)]
     for _ in range(5):
         for stream in streams:
-            next(stream)
+            next(stream, None)  # several tokens may have come at once
     assert (ids(first), ids(second)) == expected
     first.close()
     assert ids(second) == expected[1]
