@@ -31,11 +31,12 @@ from mainspring.engine.memory import plan_memory, record_ladder
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.plan import DecodePlan, PrefillPlan
 from mainspring.engine.request import Request
+from mainspring.engine.samplers import PLAIN
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats, StepClock
-from mainspring.graphs import GraphError, LoopError
+from mainspring.graphs import LoopError
 from mainspring.models.loader import load_config, load_model, update_weights
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
@@ -75,6 +76,8 @@ class EngineCore:
         self.memory = plan_memory(self.runner, settings)
         self.runner.allocate(self.memory.num_blocks)
         record_ladder(self.runner, self.memory)
+        if self.launch_mode == "loop":
+            self.runner.loops.prepare_ladder(PLAIN)
         self.scheduler = Scheduler(
             BlockPool(self.memory.num_blocks + 1, self.limits.block_size, settings.enable_prefix_caching),
             num_seats=self.limits.max_num_seqs,
@@ -418,5 +421,5 @@ class EngineCore:
 def _end_loops(loops: Loops, process: int) -> None:
     """End what an engine that is gone, or whose program ends, has left running."""
     if os.getpid() == process:
-        with suppress(GraphError):
+        with suppress(Exception):  # there is nobody left to tell
             loops.abandon()

@@ -27,8 +27,10 @@ class SwitchInterval:
 
     @contextmanager
     def of(self, seconds: float) -> Iterator[None]:
-        """Inside, the interval is ``seconds``; outside of all such blocks it is as the program has set it. Where several
-        overlap, what was asked for last holds."""
+        """Inside, the interval is ``seconds``; outside of all such blocks it is as the program has set it.
+
+        Where several overlap, what was asked for last holds.
+        """
         if threading.active_count() == 1:
             yield
             return

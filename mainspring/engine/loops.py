@@ -161,6 +161,11 @@ class Loops:
             known = self._loops[rung] = (graph, loop)
         return known[1], post
 
+    def prepare_ladder(self, variant: str) -> None:
+        """Make the loops over all recordings of a variant that are there."""
+        for size in self._runner.runners[variant].graphs:
+            self.prepare((variant, size))
+
     @own_torch_state()
     def launch(
         self,
