@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from mainspring.bench.shapes import BenchModel
 from mainspring.bench.workload import SAMPLED, Workload, percentile
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from mainspring import LLM
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from mainspring.engine.sampling_params import SamplingParams
     from mainspring.models.config import ModelConfig
 
-#: Launch modes and the engine options that turn them on.
-LAUNCH_MODES: dict[str, dict[str, Any]] = {"graph": {}, "eager": {"enforce_eager": True}}
+#: Launch modes that can be measured.
+LAUNCH_MODES = ("loop", "graph", "eager")
 BLOCK_SIZE = 16
 
 LookAtStep = Callable[[int, PausedBatch], Mapping[str, Any]]
@@ -139,7 +141,8 @@ def check_modes(text: str) -> list[str]:
 
 
 def engine_options(setting: Setting, launch_mode: str) -> dict[str, Any]:
-    """Options of an engine that is just large enough: the KV cache holds the largest batch at its longest."""
+    """Options of an engine that is just large enough: the largest batch at its longest takes half of the KV cache, so
+    that a loop, which leaves a half of what is free to others, can have all blocks that it needs."""
     workload = setting.workload
     blocks_each = -(-workload.total_len // BLOCK_SIZE) + 2  # one to grow into, one for steps launched ahead
     return {
@@ -149,12 +152,12 @@ def engine_options(setting: Setting, launch_mode: str) -> dict[str, Any]:
         "max_model_len": workload.max_model_len(setting.config),
         "max_num_seqs": max(workload.batches),
         "cudagraph_capture_sizes": sorted(set(workload.batches)),
-        "num_gpu_blocks_override": blocks_each * max(workload.batches),
+        "num_gpu_blocks_override": 2 * blocks_each * max(workload.batches),
         "block_size": BLOCK_SIZE,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "seed": workload.seed,
-        **LAUNCH_MODES[launch_mode],
+        "launch_mode": launch_mode,
     }
 
 
@@ -205,11 +208,26 @@ def _measure_batch(
                 extra = at_rest(batch, paused)
     steps: list[float] = []
     means, firsts = [], []
+    launches = tokens = 0
+    busy = 0.0
     for _ in range(workload.repeats):
+        began = time.process_time()
         firsts.append(drive(llm.core, prompts, short).seconds)
-        timeline = drive(llm.core, prompts, long)
-        steps += timeline.step_seconds(batch)
+        before, busy = llm.stats(), busy - (time.process_time() - began)
+        began = time.process_time()
+        with loop_stamps(llm.core) as stamps:
+            timeline = drive(llm.core, prompts, long)
+        after, busy = llm.stats(), busy + time.process_time() - began
+        launches += after.decode_launches - before.decode_launches
+        tokens += after.decoded_tokens - before.decoded_tokens
+        if launch_mode == "loop":
+            steps += [float(each) * 1e-9 for loop in stamps for each in loop[2:] - loop[1:-1]]
+        else:
+            steps += timeline.step_seconds(batch)
         means.append((timeline.seconds - firsts[-1]) / workload.output_len)
+    found = llm.stats()
+    if found.launch_mode != launch_mode:
+        raise ValueError(f"launch mode {launch_mode} cannot be had here (the log says why); leave it out")
     return setting.record(
         batch,
         engine="mainspring",
@@ -219,8 +237,24 @@ def _measure_batch(
         first_seconds=statistics.median(firsts),
         steps=steps,
         step_ms=step_ms,
-        extra=extra,
+        extra={
+            "launches_per_token": launches / tokens,
+            "cpu_us_per_token": 1e6 * busy / tokens,
+            "loop_gap_ms": found.loop_gap_ms,
+            **extra,
+        },
     )
+
+
+@contextmanager
+def loop_stamps(core: EngineCore) -> Iterator[list[np.ndarray]]:
+    """Collects, for each loop that ends inside, the times of its beginning and of its steps' ends, in nanoseconds."""
+    stamps: list[np.ndarray] = []
+    core.loop_driver.stamps = stamps
+    try:
+        yield stamps
+    finally:
+        core.loop_driver.stamps = None
 
 
 def _params(workload: Workload, max_tokens: int) -> SamplingParams:

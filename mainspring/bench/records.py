@@ -46,8 +46,10 @@ class LatencyRecord:
     ``tpot_mean_ms`` is (time of output_len + 1 tokens - time of 1 token) / output_len, which every engine has; where
     steps cannot be watched, ``tpot_ms`` is that and the p99 is missing. ``first_token_ms`` is the time until every
     answer has its first token, prefill included. ``step_ms`` is the recorded step alone, replayed in a row.
-    ``floor_ms`` is ``step_read_bytes`` over ``read_bandwidth`` (bytes per second, measured in the same run); ``ratio``
-    is ``tpot_ms`` over it.
+    ``extra`` has, for mainspring, the launches and the microseconds of processor time that a token took (the latter of
+    the whole process, less what the prompts took), and the median gap between two loops; in loop mode single steps are
+    timed by the GPU's clock. ``floor_ms`` is ``step_read_bytes`` over ``read_bandwidth`` (bytes per second, measured in
+    the same run); ``ratio`` is ``tpot_ms`` over it.
     """
 
     model: str

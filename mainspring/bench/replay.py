@@ -82,6 +82,14 @@ def paused_batch(
     None where nothing is recorded (eager), or where no moment comes at which every row's KV blocks have room for a
     step. ``params`` should allow for ``after`` and two KV blocks of tokens more.
     """
+    with core.step_by_step(), _paused(core, prompts, params, after) as paused:
+        yield paused
+
+
+@contextmanager
+def _paused(
+    core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams, after: int
+) -> Iterator[PausedBatch | None]:
     answers = [core.add(f"paused-{index}", prompt, params) for index, prompt in enumerate(prompts)]
     paused = None
     try:

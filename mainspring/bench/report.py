@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,14 @@ from rich.table import Table
 from mainspring.bench.records import LatencyRecord
 
 if TYPE_CHECKING:
+    from mainspring.bench.busy import BusyRecord
     from mainspring.bench.compare import Comparison
     from mainspring.bench.profile import KernelRow
     from mainspring.bench.startup import StartupRecord
 
 
 def latency_table(records: Sequence[LatencyRecord]) -> Table:
-    """One line for each batch, mode and engine; times in milliseconds."""
+    """One line for each batch, mode and engine; times in milliseconds, launches and processor time for each token."""
     first = records[0]
     title = (
         f"{first.model}, {first.dtype}, {first.input_len} tokens in, {first.output_len} out; "
@@ -26,7 +28,8 @@ def latency_table(records: Sequence[LatencyRecord]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     for name in ("engine", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in ("batch", "context", "TPOT", "p99", "mean", "step", "floor", "x floor", "TB/s", "tokens/s", "first"):
+    for name in ("batch", "context", "TPOT", "p99", "mean", "step", "floor", "x floor", "TB/s", "tokens/s", "first",
+                 "launches", "CPU us"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     for record in records:
         table.add_row(
@@ -43,6 +46,8 @@ def latency_table(records: Sequence[LatencyRecord]) -> Table:
             f"{record.achieved_bandwidth / 1e12:.3f}",
             f"{record.tokens_per_second:.1f}",
             _ms(record.first_token_ms),
+            _ms(record.extra.get("launches_per_token")),
+            f"{record.extra['cpu_us_per_token']:.1f}" if "cpu_us_per_token" in record.extra else "-",
         )
     return table
 
@@ -84,6 +89,29 @@ def comparison_table(results: Sequence[Comparison]) -> Table:
             f"{result.peer_tokens_per_second:.1f}",
             " ".join(f"{ratio:.2f}" for ratio in result.ratios),
             f"{result.ratio:.2f}",
+        )
+    return table
+
+
+def busy_table(records: Sequence[BusyRecord]) -> Table:
+    """One line for each launch mode; milliseconds from the request to the last token, medians."""
+    first = records[0]
+    title = (
+        f"{first.model}, {first.dtype}, batch {first.batch}, {first.input_len} tokens in, {first.output_len} out; "
+        f"busy: {first.spinners} spinning processes and a thread that holds the interpreter"
+    )
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column("mode", no_wrap=True)
+    for name in ("quiet", "busy", "slower by", "first token, quiet", "busy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for record in records:
+        table.add_row(
+            record.launch_mode,
+            _ms(statistics.median(record.quiet_ms)),
+            _ms(statistics.median(record.busy_ms)),
+            f"{100 * record.degradation:.1f} %",
+            _ms(record.first_quiet_ms),
+            _ms(record.first_busy_ms),
         )
     return table
 

@@ -49,6 +49,7 @@ class SoakReport:
     """What a soak found."""
 
     model: str = ""
+    launch_mode: str = ""
     requests: int = 0
     steps: int = 0
     tokens: int = 0
@@ -63,12 +64,16 @@ class SoakReport:
     memory_early: int = 0
     memory_late: int = 0
     memory_slack: int = 0
+    loop_launches: int = 0
+    loop_steps: int = 0
 
     @property
     def ok(self) -> bool:
-        """No answer differed, no block was leaked, memory stayed flat, and the pool was really too small."""
+        """No answer differed, no block was leaked, memory stayed flat, and the pool was really too small. In loop mode
+        some steps were made by loops."""
         flat = self.memory_late <= self.memory_early + self.memory_slack
-        return not self.different and self.free_blocks == self.blocks and flat and self.preemptions > 0
+        looped = self.launch_mode != "loop" or self.loop_steps > 0
+        return not self.different and self.free_blocks == self.blocks and flat and self.preemptions > 0 and looped
 
 
 def random_jobs(count: int, seed: int, vocab_size: int, max_prompt: int, max_tokens: int, spread: int) -> list[Job]:
@@ -149,7 +154,9 @@ def soak(small: LLM, large: LLM, jobs: Sequence[Job]) -> SoakReport:
     report = SoakReport(memory_early=memory_in_use(device), memory_slack=MEMORY_SLACK[device.type])
     answers = drive(small, jobs, report)
     report.memory_late = memory_in_use(device)
-    report.preemptions = small.core.scheduler.num_preemptions
+    stats = small.stats()
+    report.launch_mode, report.preemptions = stats.launch_mode, stats.preemptions
+    report.loop_launches, report.loop_steps = stats.loop_launches, stats.loop_steps
     report.blocks, report.free_blocks = small.core.memory.num_blocks, small.core.scheduler.pool.num_free
     compared = [index for index, job in enumerate(jobs) if job.is_compared]
     expected = large.generate(
@@ -171,9 +178,20 @@ def soak(small: LLM, large: LLM, jobs: Sequence[Job]) -> SoakReport:
 
 
 def soak_model(
-    model: BenchModel, device: str | None, dtype: str, *, requests: int, seats: int, blocks: int, seed: int
+    model: BenchModel,
+    device: str | None,
+    dtype: str,
+    *,
+    requests: int,
+    seats: int,
+    blocks: int,
+    seed: int,
+    launch_mode: str | None = None,
 ) -> tuple[torch.device, SoakReport]:
-    """Make both engines, soak, and say on which device it was. The large pool is what the device has room for."""
+    """Make both engines, soak, and say on which device it was. The large pool is what the device has room for.
+
+    The engine with the small pool runs in ``launch_mode``, the one that it is compared with in graph mode.
+    """
     options: dict[str, Any] = {
         "load_format": model.load_format,
         "skip_tokenizer_init": True,
@@ -184,9 +202,9 @@ def soak_model(
         "max_num_batched_tokens": 512,
         "gpu_memory_utilization": 0.4,
     }
-    with LLM(model.path, **options, num_gpu_blocks_override=blocks) as small:
+    with LLM(model.path, **options, num_gpu_blocks_override=blocks, launch_mode=launch_mode) as small:
         jobs = random_jobs(requests, seed, small.core.config.vocab_size, 60, 200, spread=requests // 2)
-        with LLM(model.path, **{**options, "gpu_memory_utilization": 0.8}) as large:
+        with LLM(model.path, **{**options, "gpu_memory_utilization": 0.8, "launch_mode": "graph"}) as large:
             report = soak(small, large, jobs)
             report.model = model.title
         return small.core.limits.device, report

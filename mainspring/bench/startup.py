@@ -71,14 +71,14 @@ def startups(
         if model.load_format == "dummy" and weights == "disk":
             write_checkpoint(config, Path(model.path) / "config.json", Path(folder), chosen)
             model = BenchModel(model.title, folder, "auto")
-        options = {
+        options: dict[str, Any] = {
             "dtype": str(chosen).removeprefix("torch."),
             "device": str(where),
             "load_format": model.load_format,
             "skip_tokenizer_init": not _has_tokenizer(model),
             "max_num_seqs": max_num_seqs,
             "progress": False,
-            **LAUNCH_MODES[launch_mode],
+            "launch_mode": launch_mode,
         }
         for record in measure_startup(model, options, options["dtype"], launch_mode):
             yield where, record

@@ -56,7 +56,9 @@ def latency(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    launch_mode: Annotated[str, Option(metavar="MODE,MODE", help="graph, eager, or both with a comma.")] = "graph",
+    launch_mode: Annotated[
+        str, Option(metavar="MODE,MODE", help="loop, graph, eager, or several with commas.")
+    ] = "graph",
     sampled: Annotated[
         bool, Option("--sampled", help="Sample with temperature and top-p instead of taking the likeliest token.")
     ] = False,
@@ -106,11 +108,42 @@ def latency(
 
 
 @command(bench)
+def busy(
+    model: Model = "qwen3-0.6b",
+    batch: Annotated[int, Option(help="Answers at a time.")] = 1,
+    input_len: InputLen = 128,
+    output_len: Annotated[int, Option(help="Tokens in an answer.")] = 256,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    launch_mode: Annotated[
+        str, Option(metavar="MODE,MODE", help="loop, graph, eager, or several with commas.")
+    ] = "loop,graph",
+    repeats: Annotated[int, Option(help="Times that each mode answers, quiet and busy.")] = 5,
+    json: Json = None,
+) -> None:
+    """Time of a whole answer on a quiet CPU, and on one that is kept busy.
+
+    Busy is as many spinning processes as cores, and a Python thread in this process that holds the interpreter.
+    """
+    from mainspring.bench.busy import measure_busy
+    from mainspring.bench.latency import check_modes
+    from mainspring.bench.setting import open_setting
+    from mainspring.bench.workload import Workload
+
+    workload = Workload((batch,), input_len, output_len, repeats=repeats)
+    output = Output(json)
+    with open_setting(model, dtype, device, workload, measure_bandwidth=False) as setting:
+        for record in measure_busy(setting, check_modes(launch_mode)):
+            output.add(setting.device, "busy", record)
+    output.show("busy_table")
+
+
+@command(bench)
 def startup(
     model: Model = "qwen3-0.6b",
     dtype: Dtype = "auto",
     device: Device = None,
-    launch_mode: Annotated[str, Option(help="graph or eager.")] = "graph",
+    launch_mode: Annotated[str, Option(help="loop, graph or eager.")] = "graph",
     max_num_seqs: Annotated[int | None, Option(help="Largest batch, and so the top of the ladder.")] = None,
     weights: Annotated[
         str, Option(metavar="disk|dummy", help="For random weights: read them from disk, or make them in memory.")
@@ -165,6 +198,9 @@ def soak(
     seats: Annotated[int, Option(help="Most answers that are decoded at a time.")] = 128,
     blocks: Annotated[int, Option(help="KV blocks of the small pool; too few for the seats.")] = 200,
     seed: Annotated[int, Option(help="Of the requests.")] = 0,
+    launch_mode: Annotated[
+        str | None, Option(metavar="eager|graph|loop", help="Of the engine with the small pool; the other is in graph.")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Random requests through a pool that forces preemption; greedy answers must equal those of a large pool.
@@ -176,7 +212,16 @@ def soak(
     from mainspring.cli.terminal import note
 
     with open_model(model) as opened:
-        where, report = soak_model(opened, device, dtype, requests=requests, seats=seats, blocks=blocks, seed=seed)
+        where, report = soak_model(
+            opened,
+            device,
+            dtype,
+            requests=requests,
+            seats=seats,
+            blocks=blocks,
+            seed=seed,
+            launch_mode=launch_mode,
+        )
     Output(json).add(where, "soak", report)
     note(str(report))
     if not report.ok:

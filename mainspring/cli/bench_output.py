@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: What a bare ``--json`` means: the file named for the device.
 DEFAULT_FILE = "auto"
 #: A table cut to a narrow or absent terminal would lose figures.
-WIDTH = 132
+WIDTH = 156
 
 
 class Output:

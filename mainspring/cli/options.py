@@ -94,8 +94,22 @@ class EngineOptions:
             rich_help_panel=_PREFIXES,
         ),
     ] = None
+    launch_mode: Annotated[
+        str | None,
+        Option(
+            metavar="eager|graph|loop",
+            help="Who starts a step: the CPU operation by operation (eager) or step by step (graph), or the GPU itself "
+            "(loop, the default on a GPU that can).",
+            rich_help_panel=_RECORDING,
+        ),
+    ] = None
     enforce_eager: Annotated[
-        bool, Option("--enforce-eager", help="Run every step without recording.", rich_help_panel=_RECORDING)
+        bool,
+        Option(
+            "--enforce-eager",
+            help="Run every step without recording; the same as --launch-mode eager.",
+            rich_help_panel=_RECORDING,
+        ),
     ] = False
     cudagraph_capture_sizes: Annotated[
         str | None,

@@ -27,6 +27,15 @@ def stats_table(stats: EngineStats) -> Table:
     table.add_row("rungs used", rungs_used(stats.rungs))
     table.add_row("prefill steps", str(stats.prefill_steps))
     table.add_row("decode steps", str(stats.decode_steps))
+    table.add_row("decode launches per token", f"{stats.launches_per_token:.3f}")
+    if stats.loop_launches:
+        ends = ", ".join(f"{reason} x {count}" for reason, count in sorted(stats.loop_ends.items()))
+        table.add_row("loops", f"{stats.loop_launches} for {stats.loop_steps} steps")
+        table.add_row("loops ended by", ends or "none yet")
+        if stats.loop_gap_ms is not None:
+            table.add_row("median gap between loops", f"{stats.loop_gap_ms:.2f} ms")
+    for reason, count in sorted(stats.single_steps.items()):
+        table.add_row(f"step by step: {reason}", str(count))
     for reason, count in sorted(stats.eager_steps.items()):
         table.add_row(f"eager: {reason}", str(count))
     for reason, count in sorted(stats.recaptures.items()):

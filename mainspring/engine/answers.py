@@ -23,6 +23,11 @@ class Choice:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
+    @property
+    def watches_text(self) -> bool:
+        """Whether the text may end the choice: a stop string was asked for."""
+        return self.detokenizer is not None and bool(self.request.params.stop)
+
     def push_logprobs(self, told: dict[int, Logprob], token: int) -> None:
         """Take in what is told of the newest ``token`` and its rivals."""
         self.logprobs.append(told)

@@ -1,4 +1,4 @@
-"""The core: schedule, launch, read back. One call of ``step`` moves every running request on by at most one step."""
+"""The core: schedule, launch, read back. One call of ``step`` hands out the tokens that are there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 import os
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -16,22 +17,26 @@ from mainspring.engine.ambient import own_torch_state
 from mainspring.engine.answers import Answer, Choice
 from mainspring.engine.asks import Asks
 from mainspring.engine.block_pool import BlockPool
+from mainspring.engine.delivery import Delivery, Touched
 from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
 from mainspring.engine.errors import EngineError
 from mainspring.engine.generation_defaults import sampling_defaults
 from mainspring.engine.intake import Intake, Needs, whole_numbers
-from mainspring.engine.launched import LaunchedStep, PromptRead
-from mainspring.engine.limits import EngineLimits, choose_device, derive_limits
-from mainspring.engine.logprobs import TokenText, unpack_logprobs
+from mainspring.engine.interpreter import ASLEEP, AT_WORK, switch_interval
+from mainspring.engine.launched import LaunchedStep, RowResult, row_results
+from mainspring.engine.limits import EngineLimits, choose_device, choose_launch_mode, derive_limits
+from mainspring.engine.loop_driver import LoopDriver
+from mainspring.engine.loops import Loops, RunningLoop
 from mainspring.engine.memory import plan_memory, record_ladder
 from mainspring.engine.model_runner import ModelRunner
+from mainspring.engine.plan import DecodePlan, PrefillPlan
 from mainspring.engine.request import Request
+from mainspring.engine.samplers import PLAIN
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats, StepClock
-from mainspring.engine.step import IDLE
-from mainspring.graphs import AuditReport, Recording
+from mainspring.graphs import AuditReport, LoopError, Recording
 from mainspring.models.loader import load_config, load_model, update_weights
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
@@ -53,6 +58,7 @@ class EngineCore:
         source = resolve(settings.model, weights=settings.load_format != "dummy")
         self.config = load_config(source)
         self.limits: EngineLimits = derive_limits(settings, self.config, device)
+        self.launch_mode = choose_launch_mode(settings, device)
         self.tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(source)
         self.sampling_defaults = sampling_defaults(source, settings.generation_config)
         self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
@@ -69,40 +75,39 @@ class EngineCore:
         self.runner = ModelRunner(
             model,
             self.limits,
-            enforce_eager=settings.enforce_eager,
+            enforce_eager=self.launch_mode == "eager",
             progress=progress,
             verify_graphs=settings.verify_graphs,
         )
         self.memory = plan_memory(self.runner, settings)
         self.runner.allocate(self.memory.num_blocks)
         self.recorded = record_ladder(self.runner, self.memory)
+        if self.launch_mode == "loop":
+            self.runner.loops.prepare_ladder(PLAIN)
         self.scheduler = Scheduler(
             BlockPool(self.memory.num_blocks + 1, self.limits.block_size, settings.enable_prefix_caching),
             num_seats=self.limits.max_num_seqs,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
             max_model_len=self.limits.max_model_len,
         )
+        self._intake = Intake(
+            self.config.vocab_size, self.config.eos_token_ids, self.tokenizer, self.limits.max_logprobs
+        )
+        self._delivery = Delivery(self.scheduler, self._intake, self._token_decoder)
+        self._driver = LoopDriver(self.scheduler, self.runner, settings.loop_steps, settings.loop_timeout)
         self.clock = StepClock()
         self._eos_token_ids = frozenset(self.config.eos_token_ids)
         self._seeds = random.Random(settings.seed)
         self._arrivals = 0
-        self._intake = Intake(
-            self.config.vocab_size, self.config.eos_token_ids, self.tokenizer, self.limits.max_logprobs
-        )
-        self._choices: dict[Request, tuple[Answer, Choice]] = {}
         self._held: set[Request] = set()
-        self._in_flight: deque[LaunchedStep] = deque()
+        self._in_flight: deque[LaunchedStep | RunningLoop] = deque()
         self._lock = threading.RLock()
         self._busy = False
         self._doomed: list[Answer] = []
-        self._depth = 1 if device.type == "cuda" and not settings.enforce_eager else 0
+        self._depth = 1 if device.type == "cuda" and self.launch_mode != "eager" else 0
         self._process = os.getpid()
         self._failure: BaseException | None = None
-
-    @property
-    def launch_mode(self) -> str:
-        """``eager`` or ``graph``."""
-        return "eager" if self.settings.enforce_eager else "graph"
+        self._finalizer = weakref.finalize(self, _end_loops, self.runner.loops, self._process)
 
     def add(
         self,
@@ -121,7 +126,7 @@ class EngineCore:
         self._intake.check_prompt(prompt_token_ids)
         needs = self._intake.needs(params)
         with self._exclusive():
-            if not self._choices and not self._in_flight:
+            if not self._delivery.choices and not self._in_flight:
                 self._notice_replaced_weights()
             self.runner.require(needs.asks)
             return self._admit(request_id, prompt_token_ids, params, needs, prompt, priority)
@@ -156,10 +161,11 @@ class EngineCore:
                 choice.detokenizer = Detokenizer(self._token_decoder, params)
             self.scheduler.add(request)
             answer.choices.append(choice)
-            self._choices[request] = (answer, choice)
+            self._delivery.choices[request] = (answer, choice)
             if needs.asks & Asks.PROCESSORS:
                 self._held.add(request)
         self._arrivals += 1
+        self._driver.tell_of_arrival(self._last_loop)
         return answer
 
     def abort(self, answer: Answer) -> None:
@@ -180,11 +186,14 @@ class EngineCore:
             self._end(self._doomed.pop())
 
     def _end(self, answer: Answer) -> None:
-        for choice in answer.choices:
-            if choice.finish_reason is None:
-                self.scheduler.abort(choice.request)
-                self._choices.pop(choice.request, None)
-                choice.end("abort")
+        ended = self._delivery.end(answer)
+        if ended:
+            self._driver.tell_of_ending(self._last_loop, ended, "abort")
+
+    @property
+    def _last_loop(self) -> RunningLoop | None:
+        """The loop that was launched last, if it may still be running."""
+        return next((each for each in reversed(self._in_flight) if isinstance(each, RunningLoop)), None)
 
     @contextmanager
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
@@ -208,53 +217,142 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether some request has not ended, or some step has not been read back."""
-        return bool(self._choices) or bool(self._in_flight)
+        return bool(self._delivery.choices) or bool(self._in_flight)
 
     def step(self) -> list[Answer]:
-        """Schedule and launch one step if there is one, and read back the oldest if enough are under way.
+        """Launch what there is to launch, and hand out tokens: of the oldest step under way, or those of a running loop
+        that have come since the last call, for which it waits for a moment if there are none.
 
         Returns the answers that got tokens. Whatever a step raises, every request under way is aborted and the engine
-        goes on, unless the device itself is lost: then all later calls raise ``EngineError``.
+        goes on, unless the device itself is lost or a loop failed: then all later calls raise ``EngineError``.
         """
-        with self._exclusive():
+        self._check_alive()
+        with self._lock:
+            head = self._in_flight[0] if self._in_flight and not self._busy else None
+        if isinstance(head, RunningLoop):
+            with self._asleep():
+                self._driver.await_news(head)  # without the lock: other threads may add and abort meanwhile
+        with self._at_work(), self._exclusive():
             return self._step()
 
+    def _asleep(self) -> AbstractContextManager[None]:
+        """Around a wait: the interpreter is to be had soon after it. In loop mode the device goes on meanwhile."""
+        return switch_interval.of(ASLEEP) if self.launch_mode == "loop" else nullcontext()
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        """Around scheduling and launching, in which the device may be waiting."""
+        return switch_interval.of(AT_WORK) if self.launch_mode == "loop" else nullcontext()
+
     def _step(self) -> list[Answer]:
+        touched: Touched = {}
         try:
-            touched: dict[str, Answer] = {}
-            self._held &= self._choices.keys()
             depth = self._depth
+            self._held &= self._delivery.choices.keys()
             if self._held:
                 # Python logits processors look at all tokens so far, so that nothing may be under way.
                 depth = 0
-                while self._in_flight:
-                    self._read_back(self._in_flight.popleft(), touched)
-            plan = self.scheduler.schedule(may_preempt=not self._in_flight)
-            if plan is not None:
-                with self.clock.launching(plan, self.runner, idle=not self._in_flight):
-                    self._in_flight.append(self.runner.launch(plan))
-            if self._in_flight and (plan is None or len(self._in_flight) > depth):
-                self._read_back(self._in_flight.popleft(), touched)
+                self._drain(touched)
+            self._take_from_loops(touched)
+            loop = self._last_loop
+            if loop is not None:
+                self._tend(loop, touched)
+            else:
+                self._launch(depth, touched)
+            self._delivery.tell()
             return list(touched.values())
         except BaseException as error:
             self._recover(error)
             raise
 
+    def _launch(self, depth: int, touched: Touched) -> None:
+        """Schedule and launch a step, or a loop of steps, and read back the oldest if enough are under way."""
+        plan = self.scheduler.schedule(may_preempt=not self._in_flight)
+        if plan is not None:
+            step = self._launched(plan)
+            self.clock.launched(plan, step, idle=not self._in_flight)
+            self._in_flight.append(step)
+        head = self._in_flight[0] if self._in_flight else None
+        if isinstance(head, LaunchedStep) and (plan is None or len(self._in_flight) > depth):
+            self._in_flight.popleft()
+            self._read_back(head, touched)
+
+    def _launched(self, plan: PrefillPlan | DecodePlan) -> LaunchedStep | RunningLoop:
+        if self.launch_mode == "loop" and isinstance(plan, DecodePlan):
+            if self._held:
+                self._driver.single_steps["logits processors"] += 1
+            else:
+                loop = self._driver.launch(plan)
+                if loop is not None:
+                    return loop
+        return self.runner.launch(plan)
+
+    def _tend(self, loop: RunningLoop, touched: Touched) -> None:
+        """Look after a loop under way; a step in front of it is read back."""
+        head = self._in_flight[0]
+        if isinstance(head, LaunchedStep):
+            self._in_flight.popleft()
+            self._read_back(head, touched)
+        elif self._in_flight[-1] is loop:
+            behind = self._driver.tend(loop)
+            if behind is not None:
+                self._in_flight.append(behind)
+
+    def _take_from_loops(self, touched: Touched) -> None:
+        """Hand out what has come from the loops that are next to be read."""
+        while self._in_flight and isinstance(loop := self._in_flight[0], RunningLoop):
+            before, tokens = loop.seen, self._delivery.tokens
+            records = loop.take()
+            for record in records:
+                self._hand_out(row_results(loop.requests, record), touched)
+            self._driver.taken(loop, len(records), before)
+            self.clock.looped(len(records), self._delivery.tokens - tokens)
+            if loop.end is None:
+                return
+            self._in_flight.popleft()
+            self._driver.ended(loop)
+
+    def _drain(self, touched: Touched) -> None:
+        """Ask loops to end, and read back everything under way."""
+        self.runner.loops.end()
+        while self._in_flight:
+            self._take_from_loops(touched)
+            if self._in_flight and isinstance(head := self._in_flight[0], LaunchedStep):
+                self._in_flight.popleft()
+                self._read_back(head, touched)
+
     def _recover(self, error: BaseException) -> None:
         """After a step that failed midway: nothing half made stays, neither here nor on the device."""
         self._failure = error  # stays where this, too, is cut short: then the engine has stopped
         self._in_flight.clear()
-        for answer, choice in self._choices.values():
-            choice.end("abort")
+        for answer in self._delivery.end_all():
             logger.error("request %s was aborted: a step failed with %r", answer.request_id, error)
-        self._choices.clear()
         self.scheduler.abort_all()
+        if isinstance(error, LoopError):
+            return
         try:
+            self.runner.loops.abandon()
             self.runner.resynchronize()
         except Exception as lost:
             self._failure = lost
         else:
             self._failure = None
+
+    @contextmanager
+    def step_by_step(self) -> Iterator[None]:
+        """Inside, ``step`` makes one decode step at a time, as in graph mode, in an engine in loop mode too."""
+        with self._exclusive():
+            usual = self.launch_mode
+            self.launch_mode = "graph" if usual == "loop" else usual
+            self.runner.loops.end()
+        try:
+            yield
+        finally:
+            self.launch_mode = usual
+
+    @property
+    def loop_driver(self) -> LoopDriver:
+        """What starts and ends loops, and has measured them."""
+        return self._driver
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Write ``(checkpoint name, tensor)`` pairs into the weights where they lie; returns how many there were.
@@ -263,6 +361,7 @@ class EngineCore:
         come from the old ones. Answers under way go on with the new weights.
         """
         with self._exclusive():
+            self.runner.loops.end()
             self.scheduler.pool.forget_cached()
             return update_weights(self.runner.model, tensors)
 
@@ -308,68 +407,41 @@ class EngineCore:
             self._close()
 
     def _close(self) -> None:
-        for _, choice in self._choices.values():
-            choice.end("abort")
+        self._delivery.end_all()
         self.scheduler.abort_all()
-        if self._failure is None and os.getpid() == self._process:
-            for launched in self._in_flight:
-                launched.results()
-        self._in_flight.clear()
-        self._choices.clear()
+        self._finalizer.detach()
         if "runner" in self.__dict__:
-            self.runner.deallocate()
-            del self.runner
+            if os.getpid() != self._process:
+                self.runner.loops.launched.clear()  # they run in the process that was forked, if at all
+            elif self._failure is None:
+                self.runner.loops.abandon()
+                for launched in self._in_flight:
+                    if isinstance(launched, LaunchedStep):
+                        launched.results()
+            if not isinstance(self._failure, LoopError):  # a device that is lost, or busy for ever, gives nothing back
+                self.runner.deallocate()
+            del self.runner, self._driver
+        self._in_flight.clear()
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made."""
-        return self.clock.stats(self.launch_mode, self.runner, self.scheduler)
+        return self.clock.stats(self.launch_mode, self.runner, self.scheduler, self._delivery.tokens, self._driver)
 
-    def _read_back(self, launched: LaunchedStep, touched: dict[str, Answer]) -> None:
+    def _read_back(self, launched: LaunchedStep, touched: Touched) -> None:
         """Wait for a step and give its tokens to their answers, which are added to ``touched``."""
-        results = launched.results()
+        with self._asleep():
+            results = launched.results()
         self.clock.arrived(launched)
         for read in launched.prompt_reads:
-            self._take_prompt_logprobs(read)
-        for request, token, status, logprobs in results:
-            entry = self._choices.get(request)
-            if entry is None:
-                continue
-            answer, choice = entry
-            if status == IDLE:
-                raise EngineError(f"the step did nothing for request {request.request_id}, which has not ended")
-            self.scheduler.append_token(request, token)
-            self.clock.tokens += 1
-            touched[answer.request_id] = answer
-            if logprobs is not None and request.params.logprobs is not None:
-                k = self._intake.logprobs_count(request.params.logprobs)
-                choice.push_logprobs(unpack_logprobs(logprobs, token, k, self._token_text(request)), token)
-            reason = choice.push(token, status)
-            if reason is not None:
-                self.scheduler.finish(request, reason)
-                del self._choices[request]
-        for request, error in launched.failures.items():
-            if request in self._choices:
-                answer, _ = self._choices[request]
-                touched[answer.request_id] = answer
-                answer.error = error
-                self._end(answer)
+            self._delivery.take_prompt(read)
+        self._hand_out(results, touched)
+        self._delivery.fail(launched.failures, touched)
 
-    def _take_prompt_logprobs(self, read: PromptRead) -> None:
-        entry, wanted = self._choices.get(read.request), read.request.params.prompt_logprobs
-        if entry is None or wanted is None:
-            return
-        k, told, prompt = self._intake.logprobs_count(wanted), entry[0].prompt_logprobs, entry[0].prompt_token_ids
-        text = self._token_text(read.request)
-        for position, row in enumerate(read.packed.wait(), start=read.start):
-            told[position] = unpack_logprobs(row, prompt[position], k, text)
-        read.request.prompt_logprobs_due = told[-1] is None
-
-    def _token_text(self, request: Request) -> TokenText:
-        decoder = self._token_decoder
-        if decoder is None or not request.params.detokenize:
-            return lambda token: None
-        return lambda token: decoder.text([token], at_start=False)
+    def _hand_out(self, results: Sequence[RowResult], touched: Touched) -> None:
+        ended = self._delivery.take(results, touched)
+        if ended:
+            self._driver.tell_of_ending(self._last_loop, ended, "stop string")
 
     def _check_alive(self) -> None:
         if os.getpid() != self._process:
@@ -381,3 +453,10 @@ class EngineCore:
             raise EngineError(
                 f"the engine has stopped ({type(self._failure).__name__}: {self._failure}); make a new one"
             ) from self._failure
+
+
+def _end_loops(loops: Loops, process: int) -> None:
+    """End what an engine that is gone, or whose program ends, has left running."""
+    if os.getpid() == process:
+        with suppress(Exception):  # there is nobody left to tell
+            loops.abandon()

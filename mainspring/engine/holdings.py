@@ -58,6 +58,14 @@ class Holdings:
             pool.counters.hit_tokens += cached
         return True
 
+    def may_admit(self, request: Request, headroom: int, returned: int) -> bool:
+        """Whether `try_admit` would succeed once ``returned`` more blocks are free; changes nothing."""
+        free = self.pool.num_free + returned
+        if not self._free_seats or free <= headroom:
+            return False
+        hits, unheld = self._cached_blocks(request)
+        return self.pool.blocks_for(request.num_tokens) - len(hits) + unheld + headroom <= free
+
     def give_up(self, request: Request) -> None:
         """Free the seat and the blocks of a request that stops running, for whichever reason."""
         self._free_seats.append(_seat_of(request))
@@ -73,11 +81,18 @@ class Holdings:
         """Whether the position that the next decode step writes lies past the request's blocks."""
         return request.num_computed_tokens >= len(request.block_ids) * self.pool.block_size
 
-    def will_lack_block(self, request: Request) -> bool:
-        """Whether a running request will need another block for its next ``block_size`` tokens."""
+    def will_lack_block(self, request: Request, after_return: bool = False) -> bool:
+        """Whether a running request will need another block for its next ``block_size`` tokens.
+
+        With ``after_return`` as it will be once `return_unused` has taken back what was reserved ahead.
+        """
         size = self.pool.block_size
-        written = max(request.num_computed_tokens, request.prefill_target)
-        return min(written + size, request.max_total_tokens - 1) > len(request.block_ids) * size
+        if after_return and not request.in_prefill:
+            written = request.num_tokens - 1
+            blocks = min(len(request.block_ids), self.pool.blocks_for(request.num_tokens))
+        else:
+            written, blocks = max(request.num_computed_tokens, request.prefill_target), len(request.block_ids)
+        return min(written + size, request.max_total_tokens - 1) > blocks * size
 
     def grow(self, request: Request, count: int, writes: list[TableWrite]) -> None:
         """Append ``count`` blocks to the request's table."""
@@ -89,10 +104,11 @@ class Holdings:
 
     # -- steps that the device repeats by itself -----------------------------------------------------------
 
-    def reserve_ahead(self, requests: Sequence[Request], steps: int) -> Reservation:
+    def reserve_ahead(self, requests: Sequence[Request], steps: int, keep_free: int = 0) -> Reservation:
         """Reserve blocks so that decoding requests can take up to ``steps`` further steps without the CPU.
 
-        Never preempts: grants the most steps for which the free blocks suffice, perhaps 0. The granted steps
+        Never preempts: grants the most steps for which the free blocks suffice, perhaps 0, with ``keep_free`` of
+        them left over. The granted steps
         count as launched (``in_flight``), each request's up to its budget; `return_unused` takes back what
         was not used.
 
@@ -105,7 +121,7 @@ class Holdings:
         low, high = 0, max([0, *(min(steps, r.budget_left) for r in requests)])
         while low < high:
             middle = (low + high + 1) // 2
-            if sum(self._blocks_ahead(r, middle) for r in requests) <= self.pool.num_free:
+            if sum(self._blocks_ahead(r, middle) for r in requests) <= self.pool.num_free - keep_free:
                 low = middle
             else:
                 high = middle - 1
@@ -132,6 +148,10 @@ class Holdings:
             keep = self.pool.blocks_for(request.num_tokens)
             self.pool.release(request.block_ids[keep:])
             del request.block_ids[keep:]
+
+    def returnable(self, requests: Sequence[Request]) -> int:
+        """Blocks that `return_unused` would give back now: less than that once the device has moved on."""
+        return sum(max(0, len(r.block_ids) - self.pool.blocks_for(r.num_tokens)) for r in requests)
 
     def _blocks_ahead(self, request: Request, steps: int) -> int:
         tokens = request.num_computed_tokens + min(steps, request.budget_left)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,25 +25,30 @@ class RowResult(NamedTuple):
     logprobs: np.ndarray | None
 
 
+def row_results(
+    requests: Sequence[Request], record: np.ndarray, held: frozenset[Request] = frozenset()
+) -> list[RowResult]:
+    """What the ``record`` ``[rows or more, 2 or more]`` int32 of a step tells of its rows, but for those ``held``."""
+    wide = record.shape[1] > 2
+    results = []
+    for row, (request, (token, status)) in enumerate(zip(requests, record[: len(requests), :2].tolist(), strict=True)):
+        if request not in held:
+            logprobs = record[row, 2:] if wide and request.params.logprobs is not None else None
+            results.append(RowResult(request, token, status, logprobs))
+    return results
+
+
 @dataclass(frozen=True)
 class TokenRead:
-    """The tokens of one entry of the ring, a row for each of ``requests``; those in ``held`` have none there."""
+    """The tokens of one step's record, a row for each of ``requests``; those in ``held`` have none there."""
 
     requests: tuple[Request, ...]
-    entries: Download
-    logprobs: Download | None
+    record: Download
     held: frozenset[Request] = frozenset()
 
     def results(self) -> list[RowResult]:
-        """Wait for the entry."""
-        entries = self.entries.wait().tolist()
-        packed = None if self.logprobs is None else self.logprobs.wait()
-        results = []
-        for row, (request, (token, status)) in enumerate(zip(self.requests, entries, strict=True)):
-            if request not in self.held:
-                logprobs = None if packed is None or request.params.logprobs is None else packed[row]
-                results.append(RowResult(request, token, status, logprobs))
-        return results
+        """Wait for the record."""
+        return row_results(self.requests, self.record.wait(), self.held)
 
 
 @dataclass(frozen=True)

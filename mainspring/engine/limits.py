@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
 from mainspring.engine.errors import SettingsError
 from mainspring.engine.settings import EngineSettings
-from mainspring.graphs import Ladder, LadderError
+from mainspring.graphs import Ladder, LadderError, Loop
 from mainspring.models.config import ModelConfig
 from mainspring.models.loader import resolve_dtype
+
+logger = logging.getLogger("mainspring")
 
 #: Defaults by device type: rows a step may have, and tokens a prefill step may have.
 DEFAULT_NUM_SEQS = {"cpu": 8, "cuda": 256}
@@ -59,6 +62,23 @@ def choose_device(name: str | None) -> torch.device:
         elif device.index >= torch.cuda.device_count():
             raise SettingsError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPU(s)")
     return device
+
+
+def choose_launch_mode(settings: EngineSettings, device: torch.device) -> str:
+    """``eager``, ``graph`` or ``loop``: what was asked for, or ``loop`` on a GPU and ``graph`` on a CPU.
+
+    Where loops cannot be had it is ``graph``, and the log says why.
+    """
+    if settings.enforce_eager:
+        return "eager"
+    mode = settings.launch_mode or ("loop" if device.type == "cuda" else "graph")
+    if mode == "loop":
+        why_not = Loop.available(device)
+        if why_not is not None:
+            level = logging.INFO if settings.launch_mode is None else logging.WARNING
+            logger.log(level, "launch mode is graph, as loop cannot be had on %s: %s", device, why_not)
+            return "graph"
+    return mode
 
 
 def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.device) -> EngineLimits:

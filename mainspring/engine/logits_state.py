@@ -8,7 +8,7 @@ of the step is then recorded again, with that kind's operations. An engine that 
     logit_bias    8 S BIAS_WIDTH         (0.6 MiB)
     allowed ids   S V / 8                one bit an id (4.7 MiB)
     bad words     4 S BAD_WORDS_WIDTH BAD_WORD_TOKENS  (0.5 MiB)
-    logprobs      8 RING_STEPS rows (1 + max_logprobs)  (2.6 MiB for 20)
+    logprobs      8 rows (2 + max_logprobs)  (a step's record, wider; 44 KiB for 256 rows and 20)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LogitsState:
         table: the seats.
         buffers: where the buffers are allocated, as ``"logits_state.{name}"``.
         vocab_size: ids in the vocabulary.
-        logprob_entries: ``(ring steps, rows of the largest step)``.
+        max_rows: rows of the largest step.
         max_logprobs: the most likely tokens that are kept for each token.
     """
 
@@ -57,7 +57,7 @@ class LogitsState:
         table: SeatTable,
         buffers: FixedBuffers,
         vocab_size: int,
-        logprob_entries: tuple[int, int],
+        max_rows: int,
         max_logprobs: int,
     ) -> None:
         self.table = table
@@ -78,7 +78,7 @@ class LogitsState:
                 "bad_words": ((rows, BAD_WORDS_WIDTH, BAD_WORD_TOKENS), torch.int32, -1),
                 "recent": ((rows, BAD_WORD_TOKENS - 1), torch.int32, -2),
             },
-            Asks.LOGPROBS: {"logprobs": ((*logprob_entries, 2 * max_logprobs + 2), torch.int32, 0)},
+            Asks.LOGPROBS: {"record": ((max_rows, 2 * max_logprobs + 4), torch.int32, 0)},
             Asks.PROCESSORS: {},
         }
         self._writers: dict[Asks, Callable[[Sequence[tuple[int, Request]], Upload], None]] = {
@@ -205,12 +205,16 @@ class LogitsState:
             torch.where(asking, table.frequency_penalty[seats], 0.0),
         )
 
-    def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, entry: torch.Tensor
-    ) -> None:
+    @property
+    def record(self) -> torch.Tensor | None:
+        """``[max rows, 4 + 2 max_logprobs]`` int32: a step's record with log-probabilities; None before the first
+        request for any."""
+        return self._tensors.get("record")
+
+    def note(self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor) -> None:
         """Take over the chosen ``tokens`` ``[b]`` of the rows that run, and their log-probabilities.
 
-        ``logits`` ``[b, vocab]`` are the model's own; ``entry`` ``[1]`` is the step's entry of the ring.
+        ``logits`` ``[b, vocab]`` are the model's own.
         """
         tensors = self._tensors
         if self.active & Asks.PENALTIES:
@@ -222,11 +226,7 @@ class LogitsState:
             tensors["recent"].index_copy_(0, seats, torch.where(runs.unsqueeze(1), after, before))
         if self.active & Asks.LOGPROBS:
             packed = pack_logprobs(logits, tokens, self.max_logprobs)
-            tensors["logprobs"][:, : packed.shape[0]].index_copy_(0, entry, packed.unsqueeze(0))
-
-    def logprobs_at(self, entry: int, rows: int) -> torch.Tensor:
-        """What ``note`` left for the first ``rows`` rows of a step: ``[rows, 2 + 2 max_logprobs]`` int32."""
-        return self._tensors["logprobs"][entry, :rows]
+            tensors["record"][: packed.shape[0], 2:].copy_(packed)
 
 
 def pack_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
     runner.dry_prefill()
     after = _bytes_in_use(device)
     prefill_bytes, in_use = after - before, after - (PROBE_BLOCKS + 1) * block_bytes
-    graph_bytes = 0 if settings.enforce_eager else _probe_graphs(runner) * len(runner.runners)
+    graph_bytes = 0 if runner.enforce_eager else _probe_graphs(runner) * len(runner.runners)
     runner.deallocate()
     if settings.kv_cache_memory is not None or device.type == "cpu":
         budget = (settings.kv_cache_memory or DEFAULT_CPU_KV_BYTES) - graph_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,20 +17,24 @@ from mainspring.engine.kv_cache import KVCacheSpec, allocate_kv_cache, layer_vie
 from mainspring.engine.launched import LaunchedStep, PromptRead, TokenRead
 from mainspring.engine.limits import EngineLimits
 from mainspring.engine.logits_state import LogitsState, pack_logprobs
+from mainspring.engine.loops import Loops
 from mainspring.engine.operation_counter import OperationCounter
 from mainspring.engine.prefill_batch import PrefillBatch
 from mainspring.engine.processors import apply_processors
 from mainspring.engine.request import Request
-from mainspring.engine.request_state import needs_full_sampler, seat_of, seat_state
-from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler
+from mainspring.engine.request_state import seat_of, seat_state
+from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler, variant_for
 from mainspring.engine.scheduler import DecodePlan, PrefillPlan
 from mainspring.engine.seats import SeatTable
-from mainspring.engine.step import RING_STEPS, Sampler, Step, TokenRing
+from mainspring.engine.step import Sampler, Step, StepRecord, TokenRing
 from mainspring.engine.step_trial import DecodeTrial
 from mainspring.engine.transfer import Download, Uploader
 from mainspring.graphs import AuditReport, FixedBuffers, GraphPool, GraphRunner, Input, Recording
 from mainspring.models.decoder import Decoder
 from mainspring.models.inputs import ModelInputs
+
+if TYPE_CHECKING:
+    from mainspring.engine.schedule_log import ScheduleLog
 
 
 class ModelRunner:
@@ -55,28 +60,30 @@ class ModelRunner:
         self.upload = Uploader(limits.device)
         self.seats = SeatTable(self.buffers, limits.max_num_seqs, limits.max_blocks)
         self.ring = TokenRing(self.buffers, limits.max_rows)
+        self.note = StepRecord(self.buffers, limits.max_rows)
         self.logits = self.buffers.allocate("logits", (limits.max_rows, model.config.vocab_size), limits.dtype)
         self.logits_state = LogitsState(
-            self.seats,
-            self.buffers,
-            model.config.vocab_size,
-            (RING_STEPS, limits.max_rows),
-            limits.max_logprobs,
+            self.seats, self.buffers, model.config.vocab_size, limits.max_rows, limits.max_logprobs
         )
         self.samplers: dict[str, Sampler] = {
             PLAIN: PlainSampler(),
             FULL: FullSampler(self.seats, self.logits_state),
         }
+        self.prefill_steps = 0
         self.prefill_tokens = 0
+        self.prefill_calls = 0
+        self.decode_launches = 0
         self.downloads = 0
+        self.steps_launched = 0
         self._step: Step | None = None
-        self._steps_launched = 0
         self.eager_steps: Counter[str] = Counter()
         self.eager_operations = 0
         self._eager_operations: dict[tuple[str, int], int] = {}
         self.weight_names = [name for name, _ in weight_getters(model)]
         for name, getter in weight_getters(model):
             self.buffers.adopt(name, getter)
+        self.loops = Loops(self)
+        self.log: ScheduleLog | None = None
         self.runners = {
             name: GraphRunner(
                 partial(self._decode, sampler=sampler),
@@ -106,10 +113,13 @@ class ModelRunner:
         """Allocate a KV cache of ``num_blocks`` usable blocks (the null block comes on top); record nothing yet."""
         cache = allocate_kv_cache(self.kv_spec, num_blocks + 1, self.limits.device)
         self.buffers.adopt("kv_cache", cache)
-        self._step = Step(self.model, layer_views(cache), self.seats, self.ring, self.logits, self.limits.block_size)
+        self._step = Step(
+            self.model, layer_views(cache), self.seats, self.ring, self.note, self.logits, self.limits.block_size
+        )
 
     def release_graphs(self, reason: str | None = None) -> None:
         """Give back everything recorded; a step that needs a recording makes it anew, counted under ``reason``."""
+        self.loops.release()
         for runner in self.runners.values():
             runner.release(reason)
 
@@ -189,10 +199,28 @@ class ModelRunner:
         if caller_casts():
             with own_torch_state():
                 return self.launch(plan)
+        self.loops.make_way()
+        done = None if self.log is None else self.log.launched(plan)
         self.seats.write_tables(plan.table_writes, self.upload)
         if isinstance(plan, PrefillPlan):
-            return self._launch_prefill(plan)
-        return self._launch_decode(plan)
+            calls = self.device_calls
+            launched = self._launch_prefill(plan)
+            self.prefill_calls += self.device_calls - calls
+            self.prefill_steps += 1
+        else:
+            launched = self._launch_decode(plan)
+            self.decode_launches += len(launched.reads)
+        if done is not None:
+            done()
+        return launched
+
+    @property
+    def device_calls(self) -> int:
+        """Calls that the CPU has made to the device: replays, loops or single operations, and copies."""
+        calls = self.upload.calls + self.downloads + self.eager_operations + self.loops.launches
+        for each in self.runners.values():
+            calls += each.counters.replays.total() + each.counters.uploads
+        return calls
 
     def require(self, asks: Asks) -> None:
         """Make ready for requests that ask for these kinds: at the first of a kind, its buffers are allocated and the
@@ -201,6 +229,9 @@ class ModelRunner:
         missing = self.logits_state.missing(asks)
         if not missing:
             return
+        self.loops.release(FULL)
+        if self.log is not None:
+            self.log.required(missing)
         try:
             self.logits_state.allocate(missing)
         except RuntimeError as error:
@@ -215,14 +246,14 @@ class ModelRunner:
 
     @torch.no_grad()
     def _launch_decode(self, plan: DecodePlan) -> LaunchedStep:
-        variant = FULL if any(needs_full_sampler(request) for request in plan.requests) else PLAIN
+        variant = variant_for(plan.requests)
         requests = tuple(plan.requests)
         reads: list[TokenRead] = []
         failures: dict[Request, RequestError] = {}
         for size in self.limits.ladder.split(len(requests)):
             chunk, requests = requests[:size], requests[size:]
             self._run(variant, [seat_of(request) for request in chunk])
-            reads += self._read_tokens(chunk, failures)
+            reads += self._read_tokens(variant, chunk, failures)
         return LaunchedStep(tuple(reads), is_prefill=False, failures=failures)
 
     def _decode(self, rows: torch.Tensor, *, sampler: Sampler) -> None:
@@ -249,13 +280,13 @@ class ModelRunner:
         self.seats.write([(seat_of(request), seat_state(request)) for request in completed], self.upload)
         self.logits_state.write([(seat_of(request), request) for request in completed], self.upload)
         batch = PrefillBatch.of(plan).to_device(self.upload)
-        sampler = self.samplers[FULL if any(needs_full_sampler(request) for request in completed) else PLAIN]
+        variant = variant_for(completed)
         hidden = self.step.forward(self._prefill_inputs(batch))
         prompt_reads = self._read_prompts(plan, hidden)
-        self.step.begin(hidden, batch.last, batch.completed_seats, sampler)
+        self.step.begin(hidden, batch.last, batch.completed_seats, self.samplers[variant])
         self.prefill_tokens += plan.num_tokens
         failures: dict[Request, RequestError] = {}
-        reads = self._read_tokens(completed, failures) if completed else []
+        reads = self._read_tokens(variant, completed, failures) if completed else []
         return LaunchedStep(tuple(reads), is_prefill=True, prompt_reads=prompt_reads, failures=failures)
 
     def _read_prompts(self, plan: PrefillPlan, hidden: torch.Tensor) -> tuple[PromptRead, ...]:
@@ -308,16 +339,18 @@ class ModelRunner:
 
     def resynchronize(self) -> None:
         """Wait for the device and take over its count of steps, after a launch that may have been cut short."""
-        self._steps_launched = int(self.ring.step.item())
+        self.steps_launched = int(self.ring.step.item())
 
-    def _read_tokens(self, requests: Sequence[Request], failures: dict[Request, RequestError]) -> list[TokenRead]:
-        """Queue the reading of a step's rows; those that it left to the CPU are served here, in a second entry."""
+    def _read_tokens(
+        self, variant: str, requests: Sequence[Request], failures: dict[Request, RequestError]
+    ) -> list[TokenRead]:
+        """Queue the reading of a step's rows; those that it left to the CPU are served here, and read once more."""
         held = {row: request for row, request in enumerate(requests) if request.asks & Asks.PROCESSORS}
-        reads = [self._read_ring(requests, frozenset(held.values()))]
+        reads = [self._read_record(variant, requests, frozenset(held.values()))]
         if held:
             served = self._serve_held(held, failures)
             if served:
-                reads.append(self._read_ring(served))
+                reads.append(self._read_record(FULL, served))
         return reads
 
     def _serve_held(self, held: dict[int, Request], failures: dict[Request, RequestError]) -> list[Request]:
@@ -338,15 +371,17 @@ class ModelRunner:
             self.eager_steps["logits_processors"] += 1
         return list(served.values())
 
-    def _read_ring(self, requests: Sequence[Request], held: frozenset[Request] = frozenset()) -> TokenRead:
-        entry, count = self._steps_launched % RING_STEPS, len(requests)
-        self._steps_launched += 1
+    def _read_record(
+        self, variant: str, requests: Sequence[Request], held: frozenset[Request] = frozenset()
+    ) -> TokenRead:
+        """Queue the reading of the record that the step launched last leaves."""
+        self.steps_launched += 1
         self.downloads += 1
-        logprobs = None
-        if any(request.params.logprobs is not None for request in requests):
-            self.downloads += 1
-            logprobs = Download(self.logits_state.logprobs_at(entry, count))
-        return TokenRead(tuple(requests), Download(self.ring.entries[entry, :count]), logprobs, held)
+        return TokenRead(tuple(requests), Download(self.record_of(variant)[: len(requests)]), held)
+
+    def record_of(self, variant: str) -> torch.Tensor:
+        """Where a variant of the step leaves what the CPU reads: ``[max rows, 2 or more]`` int32."""
+        return self.samplers[variant].record(self.note.rows)
 
 
 def weight_getters(model: Decoder) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:

@@ -6,17 +6,24 @@ which every row is greedy and unrestricted runs the plain one, so that it does n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from mainspring.engine.asks import Asks
 from mainspring.engine.logits_state import LogitsState
+from mainspring.engine.request import Request
+from mainspring.engine.request_state import needs_full_sampler
 from mainspring.engine.seats import SeatTable
-from mainspring.engine.step import TokenRing
 from mainspring.kernels import sampling
 
 PLAIN, FULL = "plain", "full"
+
+
+def variant_for(requests: Iterable[Request]) -> str:
+    """The variant of the step that a batch of these requests needs."""
+    return FULL if any(needs_full_sampler(request) for request in requests) else PLAIN
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,12 @@ class PlainSampler:
         """None: no row waits for the CPU."""
         return None
 
-    def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, ring: TokenRing
-    ) -> None:
+    def note(self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor) -> None:
         """Nothing is kept."""
+
+    def record(self, plain: torch.Tensor) -> torch.Tensor:
+        """The plain record."""
+        return plain
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,11 @@ class FullSampler:
         """The rows with Python logits processors, once there has been a request with any."""
         return self.state.asking(Asks.PROCESSORS, seats) if self.state.active & Asks.PROCESSORS else None
 
-    def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, ring: TokenRing
-    ) -> None:
+    def note(self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor) -> None:
         """See ``Sampler``."""
-        self.state.note(logits, seats, tokens, runs, ring.entry)
+        self.state.note(logits, seats, tokens, runs)
+
+    def record(self, plain: torch.Tensor) -> torch.Tensor:
+        """One with room for log-probabilities, once there has been a request for any."""
+        wide = self.state.record
+        return plain if wide is None else wide

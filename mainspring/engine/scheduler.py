@@ -233,16 +233,18 @@ class Scheduler:
             chunks.append(PrefillChunk(request, start, length, is_last=not request.in_prefill))
         return PrefillPlan(chunks, writes) if chunks else None
 
-    def _headroom(self, head: Request) -> int:
+    def _headroom(self, head: Request, reserved: Sequence[Request] = ()) -> int:
         """Blocks to leave free when ``head`` is admitted: what those before it need for their next block.
 
         Without it a full pool admits a request only to preempt it a few steps later, again and again. In a
         simulation with 1,500 requests: 1,852 preemptions and twice the prefill tokens without, 58 with.
+        The unused blocks of ``reserved`` count as returned.
         """
-        if self.pool.num_free >= self.pool.blocks_for(head.num_tokens) + len(self._running):
+        free = self.pool.num_free + self._holdings.returnable(reserved)
+        if free >= self.pool.blocks_for(head.num_tokens) + len(self._running):
             return 0  # room for all: no need to count
-        order = service_order(head)
-        return sum(service_order(r) < order and self._holdings.will_lack_block(r) for r in self._running)
+        order, holdings, returned = service_order(head), self._holdings, set(reserved)
+        return sum(service_order(r) < order and holdings.will_lack_block(r, r in returned) for r in self._running)
 
     def _plan_decode(self, ready: list[Request], may_preempt: bool) -> DecodePlan | None:
         """One more token for each ready request, preempting from the youngest on where blocks run out."""
@@ -265,9 +267,25 @@ class Scheduler:
             requests.append(request)
         return DecodePlan(requests, writes)
 
-    def reserve_ahead(self, requests: Sequence[Request], steps: int) -> Reservation:
+    def plan_admission(self) -> PrefillPlan | None:
+        """Plan the prefill step that is possible now, if any, to be launched behind a decode step that is ending."""
+        plan = self._plan_prefill()
+        if plan is not None:
+            self._last_step_was_prefill = True
+        return plan
+
+    def prefill_waits(self, reserved: Sequence[Request] = ()) -> bool:
+        """Whether there is prefill work that could be launched, were the unused blocks of ``reserved`` returned."""
+        if any(request.in_prefill for request in self._running):
+            return True
+        head = self._waiting.first
+        if head is None:
+            return False
+        return self._holdings.may_admit(head, self._headroom(head, reserved), self._holdings.returnable(reserved))
+
+    def reserve_ahead(self, requests: Sequence[Request], steps: int, keep_free: int = 0) -> Reservation:
         """Let decoding ``requests`` take up to ``steps`` further steps; see `Holdings.reserve_ahead`."""
-        return self._holdings.reserve_ahead(requests, steps)
+        return self._holdings.reserve_ahead(requests, steps, keep_free)
 
     def return_unused(self, requests: Sequence[Request]) -> None:
         """Take back the steps and blocks that were not used; see `Holdings.return_unused`."""

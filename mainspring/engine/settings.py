@@ -10,6 +10,7 @@ from mainspring.engine.errors import SettingsError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
+LAUNCH_MODES = ("eager", "graph", "loop")
 
 COUNTS = (
     "max_model_len",
@@ -18,6 +19,7 @@ COUNTS = (
     "kv_cache_memory",
     "num_gpu_blocks_override",
     "block_size",
+    "loop_steps",
 )
 
 IN_BYTES = ("kv_cache_memory",)
@@ -39,6 +41,10 @@ class EngineSettings:
     block comes on top). ``None`` means: decide from the model and the device. ``max_logprobs`` is the most that a
     request's ``logprobs`` or ``prompt_logprobs`` may ask for; -1 is the whole vocabulary. ``verify_graphs`` compares
     each recording with an eager run, bit for bit, when it is made; ``None`` leaves that to MAINSPRING_VERIFY=1.
+
+    ``launch_mode`` is ``eager``, ``graph`` or ``loop``; ``None`` is ``loop`` on a GPU that can and ``graph`` elsewhere.
+    In ``loop`` mode KV blocks are reserved for ``loop_steps`` decode steps ahead, as far as the pool has them, and a
+    loop that makes no step for ``loop_timeout`` seconds counts as stuck.
     """
 
     model: str
@@ -53,6 +59,9 @@ class EngineSettings:
     num_gpu_blocks_override: int | None = None
     block_size: int = 16
     enforce_eager: bool = False
+    launch_mode: str | None = None
+    loop_steps: int = 256
+    loop_timeout: float = 30.0
     cudagraph_capture_sizes: Sequence[int] | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -67,6 +76,15 @@ class EngineSettings:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
+        if self.launch_mode is not None:
+            _one_of("launch_mode", self.launch_mode, LAUNCH_MODES)
+            if self.enforce_eager and self.launch_mode != "eager":
+                raise SettingsError(
+                    f"launch_mode is {self.launch_mode!r}, but enforce_eager runs every step eager; give one of the two"
+                )
+        timeout = self.loop_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+            raise SettingsError(f"loop_timeout is {timeout!r}; it must be a number of seconds above 0")
         for name in COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

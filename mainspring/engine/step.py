@@ -19,9 +19,9 @@ from mainspring.kernels.seats import EXHAUSTED, IDLE, RUNNING, STOPPED, advance_
 from mainspring.models.decoder import Decoder
 from mainspring.models.inputs import ModelInputs
 
-__all__ = ["EXHAUSTED", "IDLE", "RING_STEPS", "RUNNING", "STOPPED", "Sampler", "Step", "TokenRing"]
+__all__ = ["EXHAUSTED", "IDLE", "RING_STEPS", "RUNNING", "STOPPED", "Sampler", "Step", "StepRecord", "TokenRing"]
 
-#: Steps whose tokens stay readable on the device; the CPU reads each at most a few steps later.
+#: Steps whose tokens stay readable on the device, for comparing and finding faults.
 RING_STEPS = 64
 
 KVCache = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -39,11 +39,12 @@ class Sampler(Protocol):
         where there can be none."""
         ...
 
-    def note(
-        self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor, ring: TokenRing
-    ) -> None:
-        """Take over the ``tokens`` ``[b]`` chosen in the rows that run; ``logits`` are the model's own, and the
-        ``ring`` has not yet got the step's entry."""
+    def note(self, logits: torch.Tensor, seats: torch.Tensor, tokens: torch.Tensor, runs: torch.Tensor) -> None:
+        """Take over the ``tokens`` ``[b]`` chosen in the rows that run; ``logits`` are the model's own."""
+        ...
+
+    def record(self, plain: torch.Tensor) -> torch.Tensor:
+        """Where the step leaves what the CPU reads of it: ``plain``, or a buffer with more columns."""
         ...
 
 
@@ -60,10 +61,18 @@ class TokenRing:
         self.entries.copy_(torch.tensor([-1, IDLE], dtype=torch.int32, device="cpu"))
         self.step.zero_()
 
-    @property
-    def entry(self) -> torch.Tensor:
-        """``[1]`` int64: the entry that the next step writes."""
-        return self.step % RING_STEPS
+
+class StepRecord:
+    """What a step leaves for the CPU, and what the CPU tells a step that repeats itself; all at fixed addresses.
+
+    ``rows`` is ``[rows, 2]`` int32: (token id or -1, its status) of each row of the latest step; ``go_on`` ``[1]``
+    int32 says whether the step may be repeated as it is, by ``policy`` ``[2]`` int64 (see ``kernels.seats``).
+    """
+
+    def __init__(self, buffers: FixedBuffers, max_rows: int) -> None:
+        self.rows = buffers.allocate("step_record", (max_rows, 2), torch.int32)
+        self.go_on = buffers.allocate("go_on", (1,), torch.int32)
+        self.policy = buffers.allocate("loop_policy", (2,), torch.int64)
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class Step:
     kv_cache: KVCache
     seats: SeatTable
     ring: TokenRing
+    record: StepRecord
     logits: torch.Tensor
     block_size: int
 
@@ -120,7 +130,18 @@ class Step:
 
         ``raw`` are the model's own logits, the same tensor unless the CPU changed them.
         """
-        table = self.seats
+        table, ring, record = self.seats, self.ring, self.record
         tokens = sampler(logits, seats)
-        sampler.note(raw, seats, tokens, runs, self.ring)
-        advance_seats(tokens, seats, runs, table.advanced, table.stop_ids, self.ring.entries, self.ring.step)
+        sampler.note(raw, seats, tokens, runs)
+        advance_seats(
+            tokens,
+            seats,
+            runs,
+            table.advanced,
+            table.stop_ids,
+            ring.entries,
+            ring.step,
+            sampler.record(record.rows),
+            record.go_on,
+            record.policy,
+        )

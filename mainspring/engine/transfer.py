@@ -40,6 +40,15 @@ class Uploader:
             self._staging.upload(flat_destination[start : start + chunk], flat_source[start : start + chunk])
         return destination
 
+    def into(self, destination: torch.Tensor, array: np.ndarray) -> None:
+        """Copy the array into a small contiguous tensor on the device that has its shape and dtype."""
+        self.calls += 1
+        source = torch.from_numpy(np.ascontiguousarray(array))
+        if self._staging is None:
+            destination.copy_(source)
+        else:
+            self._staging.upload(destination, source)
+
 
 class Download:
     """A small device tensor on its way to the CPU.

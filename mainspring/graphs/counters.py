@@ -18,7 +18,8 @@ class GraphCounters:
     Attributes:
         rows: real rows served.
         padded_rows: rows added to reach a rung.
-        replays: recorded steps by rung.
+        replays: recorded steps by rung, each launched by the CPU.
+        repeats: recorded steps by rung that a loop ran.
         eager_steps: steps run without a recording, by reason.
         split_batches: calls with more rows than the top rung, served by several steps.
         uploads: inputs copied to their fixed buffer.
@@ -34,6 +35,7 @@ class GraphCounters:
     rows: int = 0
     padded_rows: int = 0
     replays: Counter[int] = field(default_factory=Counter)
+    repeats: Counter[int] = field(default_factory=Counter)
     eager_steps: Counter[str] = field(default_factory=Counter)
     split_batches: int = 0
     uploads: int = 0
@@ -47,8 +49,8 @@ class GraphCounters:
 
     @property
     def steps(self) -> int:
-        """Steps of either kind."""
-        return self.replays.total() + self.eager_steps.total()
+        """Steps of every kind."""
+        return self.replays.total() + self.repeats.total() + self.eager_steps.total()
 
     @property
     def padding_waste(self) -> float:
@@ -65,6 +67,7 @@ class GraphCounters:
         """Set the running counts to zero; what was captured stays."""
         self.rows = self.padded_rows = self.split_batches = self.uploads = self.uploads_skipped = 0
         self.replays.clear()
+        self.repeats.clear()
         self.eager_steps.clear()
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,6 +77,7 @@ class GraphCounters:
             "padded_rows": self.padded_rows,
             "padding_waste": self.padding_waste,
             "replays": dict(sorted(self.replays.items())),
+            "repeats": dict(sorted(self.repeats.items())),
             "eager_steps": dict(self.eager_steps),
             "split_batches": self.split_batches,
             "uploads": self.uploads,

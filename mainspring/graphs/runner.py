@@ -230,8 +230,16 @@ class GraphRunner:
             raise GraphError(
                 f"runner {self.name!r} has enforce_eager=True, so it records nothing that could be repeated"
             )
+        if self.buffers.generation != self._generation:
+            self.recapture("a buffer was accepted at a new address")
         self.capture([size])
         return self.graphs[size]
+
+    def count_repeats(self, rung: int, rows: int, times: int) -> None:
+        """Count steps of `rows` rows that a loop ran on `rung`."""
+        self.counters.rows += rows * times
+        self.counters.padded_rows += (rung - rows) * times
+        self.counters.repeats[rung] += times
 
     def recapture(self, reason: str) -> list[CaptureReport]:
         """Accept the present addresses of every buffer and record again what was recorded.

@@ -42,7 +42,16 @@ def gather_seats_reference(
 
 
 def advance_seats_reference(
-    tokens: Tensor, seats: Tensor, runs: Tensor, state: Tensor, stop_ids: Tensor, ring: Tensor, step: Tensor
+    tokens: Tensor,
+    seats: Tensor,
+    runs: Tensor,
+    state: Tensor,
+    stop_ids: Tensor,
+    ring: Tensor,
+    step: Tensor,
+    record: Tensor,
+    go_on: Tensor,
+    policy: Tensor,
 ) -> None:
     """What :func:`advance_seats` does, in plain torch."""
     advanced = state[:5]
@@ -58,8 +67,13 @@ def advance_seats_reference(
     advanced.index_copy_(1, seats, torch.where(runs, after, before))
     entry = torch.stack((torch.where(runs, sampled, -1), torch.where(runs, status, IDLE).to(torch.int32)), dim=1)
     ring[:, : entry.shape[0]].index_copy_(0, step % ring.shape[0], entry.unsqueeze(0))
+    record[: entry.shape[0], :2].copy_(entry)
     # A step of padding alone, as when it is recorded, leaves the ring where it is.
     step.add_((seats != state.shape[1] - 1).any())
+    live = (runs & (goes_on != 0)).any()
+    ended = (runs & (goes_on == 0)).any()
+    until, leave_on_end = policy[:2].unbind(0)
+    go_on.copy_(live & ~(ended & (leave_on_end != 0)) & (step < until))
 
 
 _gather_seats = register(
@@ -71,7 +85,7 @@ _gather_seats = register(
 )
 _advance_seats = register(
     "advance_seats(Tensor tokens, Tensor seats, Tensor runs, Tensor(a!) state, Tensor stop_ids, Tensor(b!) ring, "
-    "Tensor(c!) step) -> ()",
+    "Tensor(c!) step, Tensor(d!) record, Tensor(e!) go_on, Tensor policy) -> ()",
     cpu=advance_seats_reference,
     cuda="mainspring.kernels.triton.seats:advance_seats",
     plain=advance_seats_reference,
@@ -108,13 +122,23 @@ def gather_seats(
 
 
 def advance_seats(
-    tokens: Tensor, seats: Tensor, runs: Tensor, state: Tensor, stop_ids: Tensor, ring: Tensor, step: Tensor
+    tokens: Tensor,
+    seats: Tensor,
+    runs: Tensor,
+    state: Tensor,
+    stop_ids: Tensor,
+    ring: Tensor,
+    step: Tensor,
+    record: Tensor,
+    go_on: Tensor,
+    policy: Tensor,
 ) -> None:
-    """Move the seats of the rows that run on by their tokens, and note the tokens in the ring.
+    """Move the seats of the rows that run on by their tokens, and note the tokens in the ring and in the record.
 
-    A stop id ends a seat once no more tokens are owed, and so does its last allowed token. The ring's entry is
+    A stop id ends a seat once no more tokens are owed, and so does its last allowed token. What is noted is
     (token id, status) of each row, (-1, ``IDLE``) for rows that do not run; ``step`` moves on by one unless every
-    row is padding.
+    row is padding. ``go_on`` says whether the step may be repeated as it is: a row goes on, ``step`` has not reached
+    ``until``, and no row ended just now where ``leave_on_end`` is set.
 
     Args:
         tokens: ``[b]`` int32 or int64.
@@ -124,8 +148,11 @@ def advance_seats(
         stop_ids: ``[width, seats]`` int32, -1 for none.
         ring: ``[steps, at least b, 2]`` int32; entry ``step % steps`` is written.
         step: ``[1]`` int64; written.
+        record: ``[at least b, 2 or more]`` int32; the first two columns of the first ``b`` rows are written.
+        go_on: ``[1]`` int32, written: 1 or 0.
+        policy: ``[2]`` int64: ``until`` and ``leave_on_end``.
     """
-    _advance_seats(tokens, seats, runs, state, stop_ids, ring, step)
+    _advance_seats(tokens, seats, runs, state, stop_ids, ring, step, record, go_on, policy)
 
 
 def embed(token_ids: Tensor, weight: Tensor) -> Tensor:

@@ -47,6 +47,36 @@ def test_latency_leaves_one_record_for_each_batch_and_mode(run_bench: Bench, tin
     assert "tiny-qwen" in done.output and "x floor" in done.output
 
 
+def test_loops_are_measured_by_the_clock_of_the_device(run_bench: Bench, tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    arguments = ("latency", "--model", tiny_folder, "--batch", "1,2", "--launch-mode", "loop,graph", *SMALL)
+    done = run_bench(*arguments, "--json", file)
+    assert done.exit_code == 0, done.output
+    alone, pair, *single = read(file)
+    assert [each["launch_mode"] for each in (alone, pair, *single)] == ["loop", "loop", "graph", "graph"]
+    for record in (alone, pair):
+        assert record["tpot_p99_ms"] >= record["tpot_ms"] > 0
+        assert record["step_ms"] > 0
+        assert record["cpu_us_per_token"] is not None
+    assert (alone["launches_per_token"], pair["launches_per_token"]) == (1 / 8, 1 / 16)
+    assert [record["launches_per_token"] for record in single] == [1, 1 / 2]
+
+
+def test_answers_on_a_busy_cpu_stand_beside_those_on_a_quiet_one(
+    run_bench: Bench, tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "out.json"
+    done = run_bench("busy", "--model", tiny_folder, *SMALL, "--json", file)
+    assert done.exit_code == 0, done.output
+    loop, graph = read(file)
+    assert (loop["launch_mode"], graph["launch_mode"]) == ("loop", "graph")
+    for record in (loop, graph):
+        assert len(record["quiet_ms"]) == len(record["busy_ms"]) == 1
+        assert record["spinners"] >= 1
+        assert record["quiet_ms"][0] > record["first_quiet_ms"] > 0
+    assert "slower by" in done.output
+
+
 def test_context_is_the_mean_over_the_measured_steps(run_bench: Bench, tiny_folder: Path) -> None:
     done = run_bench("latency", "--model", tiny_folder, *SMALL, "--context", 40, "--sampled", "--json")
     assert done.exit_code == 0, done.output

@@ -10,7 +10,7 @@ from mainspring import LLM, SamplingParams
 from mainspring.bench.soak import TIE, Job, SoakReport, is_near_tie, random_jobs, soak
 
 
-def run(folder: Path, device: str, requests: int, blocks: int, seats: int) -> SoakReport:
+def run(folder: Path, device: str, requests: int, blocks: int, seats: int, mode: str) -> SoakReport:
     options = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -20,16 +20,17 @@ def run(folder: Path, device: str, requests: int, blocks: int, seats: int) -> So
         "max_num_batched_tokens": 64,
     }
     with (
-        LLM(str(folder), **options, num_gpu_blocks_override=blocks) as small,
-        LLM(str(folder), **options, num_gpu_blocks_override=1000) as large,
+        LLM(str(folder), **options, num_gpu_blocks_override=blocks, launch_mode=mode) as small,
+        LLM(str(folder), **options, num_gpu_blocks_override=1000, launch_mode="graph") as large,
     ):
         vocab = small.core.config.vocab_size
         jobs = random_jobs(requests, 11, vocab, max_prompt=60, max_tokens=40, spread=requests * 2)
         return soak(small, large, jobs)
 
 
-def test_random_requests_through_a_tiny_pool_get_the_answers_of_a_large_one(tiny_folder: Path) -> None:
-    report = run(tiny_folder, "cpu", requests=120, blocks=10, seats=8)
+@pytest.mark.parametrize("mode", ["graph", "loop"])
+def test_random_requests_through_a_tiny_pool_get_the_answers_of_a_large_one(tiny_folder: Path, mode: str) -> None:
+    report = run(tiny_folder, "cpu", requests=120, blocks=10, seats=8, mode=mode)
     print(report)
     assert report.ok, report
     assert report.requests == 120
@@ -41,8 +42,9 @@ def test_random_requests_through_a_tiny_pool_get_the_answers_of_a_large_one(tiny
 
 
 @pytest.mark.gpu
-def test_random_requests_through_a_tiny_pool_on_a_gpu(tiny_folder: Path) -> None:
-    report = run(tiny_folder, "cuda", requests=400, blocks=40, seats=24)
+@pytest.mark.parametrize("mode", ["graph", "loop"])
+def test_random_requests_through_a_tiny_pool_on_a_gpu(tiny_folder: Path, mode: str) -> None:
+    report = run(tiny_folder, "cuda", requests=400, blocks=40, seats=24, mode=mode)
     print(report)
     assert report.ok, report
 
@@ -54,6 +56,7 @@ def test_a_pool_that_loses_a_block_or_an_answer_that_differs_is_not_ok() -> None
     assert not SoakReport(preemptions=1, blocks=3, free_blocks=3, different=[7]).ok
     assert not SoakReport(preemptions=1, blocks=3, free_blocks=3, memory_late=1 << 30).ok
     assert not SoakReport(preemptions=0, blocks=3, free_blocks=3).ok
+    assert not SoakReport(preemptions=1, blocks=3, free_blocks=3, launch_mode="loop").ok
 
 
 def test_a_tie_is_told_from_a_difference(tiny_folder: Path) -> None:

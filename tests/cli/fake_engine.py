@@ -21,6 +21,12 @@ STATS = SimpleNamespace(
     padded_rows=9,
     recaptures={},
     verified_graphs=0,
+    launches_per_token=0.125,
+    loop_launches=0,
+    loop_steps=0,
+    loop_ends={},
+    single_steps={},
+    loop_gap_ms=None,
 )
 
 

@@ -123,7 +123,28 @@ def test_stats_close_with_a_table_beside_the_answer(invoke: Invoke, monkeypatch:
         "rungs used": "1 x 63, 8 x 12",
         "prefill steps": "2",
         "decode steps": "75",
+        "decode launches per token": "0.125",
     }
+
+
+def test_stats_of_loops_say_how_they_ended_and_what_ran_step_by_step(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        "loop_launches": 4,
+        "loop_steps": 70,
+        "loop_ends": {"flag": 3, "arrival": 1},
+        "single_steps": {"split batch": 5},
+        "loop_gap_ms": 0.125,
+    }
+    for name, value in told.items():
+        monkeypatch.setattr(f"fake_engine.STATS.{name}", value)
+    lines = [line.split("│") for line in invoke("generate", "x", "--stats").stderr.splitlines() if "│" in line]
+    rows = {line[1].strip(): line[2].strip() for line in lines}
+    assert rows["loops"] == "4 for 70 steps"
+    assert rows["loops ended by"] == "arrival x 1, flag x 3"
+    assert rows["median gap between loops"] == "0.12 ms"
+    assert rows["step by step: split batch"] == "5"
 
 
 def test_steps_that_ran_eager_are_shown_with_their_reason(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", ["graph", "eager", "loop"])
 def test_generate_answers_and_closes_with_the_stats(smollm2_path: Path, mode: str) -> None:
-    eager = ["--enforce-eager"] if mode == "eager" else []
-    done = run("generate", *SMALL, *eager, "--max-tokens", "8", "--stop", "OP", "--stats", ALPHABET)
+    chosen = ["--enforce-eager"] if mode == "eager" else ["--launch-mode", mode]
+    done = run("generate", *SMALL, *chosen, "--max-tokens", "8", "--stop", "OP", "--stats", ALPHABET)
     assert (done.returncode, done.stdout) == (0, "DEFGHIJKLMN\n")
     rows = {
         line.split("│")[1].strip(): line.split("│")[2].strip()
@@ -35,6 +35,9 @@ def test_generate_answers_and_closes_with_the_stats(smollm2_path: Path, mode: st
         if line.startswith("│")
     }
     assert rows["launch mode"] == mode
+    if mode == "loop":  # which may have made one more before it heard of the stop string
+        assert rows["loops"].startswith("1 for ")
+        return
     assert rows["rungs used"] == ("1 x 7" if mode == "graph" else "none")
     assert rows["decode steps"] == "7"
 

@@ -84,8 +84,14 @@ class Engine:
         self.check()
         return True
 
-    def loop_step(self, max_steps: int, stop_after: int) -> None:
-        """A decode step that the device repeats by itself, up to ``max_steps`` times or ``stop_after``."""
+    def loop_step(
+        self, max_steps: int, stop_after: int, keep_free: int = 0, more_steps: int = 0, admit: bool = False
+    ) -> None:
+        """A decode step that the device repeats by itself, up to ``max_steps`` times or ``stop_after``.
+
+        ``more_steps`` are asked for when the first are done, before the CPU has read any; ``admit`` launches a prefill
+        step behind, if there can be one, before unused blocks are returned.
+        """
         while self.in_flight:
             self._read_back()
         plan = self._schedule(may_preempt=True)
@@ -93,18 +99,40 @@ class Engine:
             self.in_flight.append(self.device.run_prefill(plan))
         elif isinstance(plan, DecodePlan):
             self.device.apply(plan)
-            ahead = self.scheduler.reserve_ahead(plan.requests, max_steps - 1)
-            assert 0 <= ahead.steps < max_steps
-            self.device.apply(DecodePlan(plan.requests, ahead.table_writes))
-            self.check(in_loop=True)
-            for _ in range(min(1 + ahead.steps, stop_after)):
-                self.in_flight.append(self.device.run_decode(plan.requests))
+            left = stop_after
+            steps = 1 + self._reserve(plan.requests, max_steps - 1, keep_free)
+            left -= self._repeat(plan.requests, min(steps, left))
+            if more_steps and left:
+                self._repeat(plan.requests, min(self._reserve(plan.requests, more_steps, keep_free), left))
+            behind = self.scheduler.plan_admission() if admit else None
+            if behind is not None:
+                self.num_steps += 1
+                self.plans.append("prefill")
+                prefilled = self.device.run_prefill(behind)
             while self.in_flight:
                 self._read_back()
+            waits = self.scheduler.prefill_waits(plan.requests)
             self.scheduler.return_unused(plan.requests)
+            assert self.scheduler.prefill_waits() == waits, "blocks to be returned were counted wrongly"
+            if behind is not None:
+                self.in_flight.append(prefilled)
         while len(self.in_flight) > self.depth:
             self._read_back()
         self.check()
+
+    def _reserve(self, requests: list[Request], steps: int, keep_free: int) -> int:
+        """Reserve ahead and write the tables; the steps granted."""
+        ahead = self.scheduler.reserve_ahead(requests, steps, keep_free)
+        assert 0 <= ahead.steps <= max(steps, 0)
+        assert not ahead.table_writes or self.pool.num_free >= keep_free
+        self.device.apply(DecodePlan(requests, ahead.table_writes))
+        self.check(in_loop=True)
+        return ahead.steps
+
+    def _repeat(self, requests: list[Request], steps: int) -> int:
+        for _ in range(steps):
+            self.in_flight.append(self.device.run_decode(requests))
+        return steps
 
     def _schedule(self, may_preempt: bool) -> PrefillPlan | DecodePlan | None:
         scheduler = self.scheduler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -26,14 +27,15 @@ def ids(llm: LLM) -> list[int]:
     return list(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids)
 
 
-def test_two_engines_in_one_process_do_not_disturb_each_other(make_tiny: MakeLLM) -> None:
-    first, second = make_tiny(seed=1), make_tiny(seed=2)
+@pytest.mark.parametrize("mode", ["graph", "loop"])
+def test_two_engines_in_one_process_do_not_disturb_each_other(make_tiny: MakeLLM, mode: str) -> None:
+    first, second = make_tiny(seed=1, launch_mode=mode), make_tiny(seed=2, launch_mode=mode)
     expected = ids(first), ids(second)
     assert expected[0] != expected[1]
     streams = [first.stream(PROMPT, GREEDY), second.stream(PROMPT, GREEDY)]
     for _ in range(5):
         for stream in streams:
-            next(stream)
+            next(stream, None)  # several tokens may have come at once
     assert (ids(first), ids(second)) == expected
     first.close()
     assert ids(second) == expected[1]
@@ -124,7 +126,8 @@ def test_priority_decides_who_is_served_first(make_tiny: MakeLLM) -> None:
 SERVE_UNTIL_SIGNALLED = """
 import sys
 from mainspring import LLM, SamplingParams
-llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, device="cpu", kv_cache_memory=8 << 20)
+sizes = {"device": "cpu", "kv_cache_memory": 8 << 20, "launch_mode": sys.argv[2]}
+llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, **sizes)
 params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 print("ready", flush=True)
 while True:
@@ -132,10 +135,13 @@ while True:
 """
 
 
+@pytest.mark.parametrize("mode", ["graph", "loop"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_process_in_the_middle_of_generate(number: signal.Signals, tiny_folder: Path) -> None:
+def test_a_signal_ends_a_process_in_the_middle_of_generate(
+    number: signal.Signals, mode: str, tiny_folder: Path
+) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE_UNTIL_SIGNALLED, str(tiny_folder)],
+        [sys.executable, "-c", SERVE_UNTIL_SIGNALLED, str(tiny_folder), mode],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -152,3 +158,19 @@ def test_a_signal_ends_a_process_in_the_middle_of_generate(number: signal.Signal
     assert "Segmentation" not in errors
     if number is signal.SIGINT:
         assert "KeyboardInterrupt" in errors
+
+
+def test_a_spawned_process_has_its_own_loops(tiny_folder: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=answer_in_loop_mode, args=(str(tiny_folder), queue))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert queue.get() == (12, 1)
+
+
+def answer_in_loop_mode(folder: str, queue: multiprocessing.SimpleQueue[tuple[int, int]]) -> None:
+    sizes = {"device": "cpu", "kv_cache_memory": 8 << 20, "launch_mode": "loop"}
+    with LLM(folder, load_format="dummy", skip_tokenizer_init=True, **sizes) as llm:
+        queue.put((len(ids(llm)), llm.stats().loop_launches))

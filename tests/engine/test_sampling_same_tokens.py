@@ -212,7 +212,7 @@ def check_every_rung(llm: LLM) -> None:
         for eager in (False, True):
             seat_requests(runner, seed=size)
             runner.ring.clear()
-            for name in ("logits", "logits_state.logprobs"):
+            for name in ("logits", "logits_state.record"):
                 runner.buffers[name].zero_()
             for _ in range(3):
                 if eager:

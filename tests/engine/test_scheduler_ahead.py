@@ -87,3 +87,29 @@ def test_a_request_that_does_not_decode_cannot_reserve() -> None:
     with pytest.raises(SchedulerError, match="'late' .* waiting.* cannot reserve ahead"):
         scheduler.reserve_ahead([a, late], 4)
     assert a.in_flight == 0
+
+
+def test_blocks_that_others_may_want_are_left() -> None:
+    scheduler, (a,) = decoding(17, 60)  # 15 blocks are free
+    ahead = scheduler.reserve_ahead([a], 100, keep_free=13)
+    assert (ahead.steps, scheduler.pool.num_free) == (8, 13)
+
+
+def test_a_waiting_request_counts_on_blocks_that_will_be_returned() -> None:
+    scheduler, (a,) = decoding(6, 20)  # 4 blocks are free
+    late = Request("late", [3] * 8, Params(4), 9)
+    scheduler.reserve_ahead([a], 16)
+    scheduler.add(late)
+    assert scheduler.pool.num_free == 0
+    assert not scheduler.prefill_waits()
+    assert scheduler.plan_admission() is None
+    assert scheduler.prefill_waits([a])
+    assert late.seat is None
+    for _ in range(2):
+        scheduler.append_token(a, 1)
+    scheduler.return_unused([a])
+    assert scheduler.prefill_waits()
+    plan = scheduler.plan_admission()
+    assert plan is not None
+    assert [chunk.request for chunk in plan.chunks] == [late]
+    assert not scheduler.prefill_waits()

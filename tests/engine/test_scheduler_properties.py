@@ -72,9 +72,15 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(count):
             self.engine.step()
 
-    @rule(max_steps=st.integers(1, 12), stop_after=st.integers(1, 12))
-    def loop(self, max_steps: int, stop_after: int) -> None:
-        self.engine.loop_step(max_steps, stop_after)
+    @rule(
+        max_steps=st.integers(1, 12),
+        stop_after=st.integers(1, 20),
+        keep_free=st.sampled_from([0, 0, 1, 3]),
+        more_steps=st.sampled_from([0, 0, 1, 6]),
+        admit=st.booleans(),
+    )
+    def loop(self, **choices: int) -> None:
+        self.engine.loop_step(**choices)  # type: ignore[arg-type]
 
     @precondition(lambda self: self.engine.requests)
     @rule(index=st.integers(0, 10**6))
@@ -119,7 +125,8 @@ def drive(rng: random.Random, engine: Engine, steps: int, load: float) -> None:
         elif live and dice < 0.02:
             engine.stop_on_cpu(rng.choice(live))
         if dice > 0.97:
-            engine.loop_step(rng.randint(1, 20), rng.randint(1, 20))
+            keep_free, more_steps = rng.choice([0, 0, 2]), rng.choice([0, 0, 5])
+            engine.loop_step(rng.randint(1, 20), rng.randint(1, 20), keep_free, more_steps, rng.random() < 0.5)
         else:
             engine.step()
         for request in [r for r in live if r.is_finished]:

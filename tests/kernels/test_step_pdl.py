@@ -99,13 +99,20 @@ def gather_case() -> Case:
     return case_of(state, out, lambda: seats.gather_seats(rows, state, tables, 16))
 
 
-def advance_case() -> Case:
+def advance_case(part: str) -> Case:
     state = torch.full((5, 9), 1 << 20, device="cuda", dtype=torch.int32)
     tokens = torch.arange(11, 15, device="cuda")
     served, runs = torch.arange(4, device="cuda"), torch.ones(4, device="cuda", dtype=torch.bool)
     stop_ids = torch.full((3, 9), -1, device="cuda", dtype=torch.int32)
     ring, step = torch.zeros(1, 4, 2, device="cuda", dtype=torch.int32), torch.zeros(1, device="cuda").long()
-    return case_of(tokens, ring, lambda: seats.advance_seats(tokens, served, runs, state, stop_ids, ring, step))
+    record, go_on = torch.zeros(4, 2, device="cuda", dtype=torch.int32), torch.zeros(1, device="cuda").int()
+    policy = torch.tensor([1 << 40, 0], device="cuda")
+    target = {"ring": ring, "record": record}[part]
+    return case_of(
+        tokens,
+        target,
+        lambda: seats.advance_seats(tokens, served, runs, state, stop_ids, ring, step, record, go_on, policy),
+    )
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -127,7 +134,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "attention with a ring, k": lambda: attention_case("ring", RING, "k"),
     "attention with a ring, v": lambda: attention_case("ring", RING, "v"),
     "gather": gather_case,
-    "advance": advance_case,
+    "advance, ring": lambda: advance_case("ring"),
+    "advance, record": lambda: advance_case("record"),
 }
 
 

@@ -471,23 +471,58 @@ def test_rows_find_their_seats(rows: int, max_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 9, 150])
-def test_seats_move_on_and_tokens_reach_the_ring(rows: int) -> None:
+@pytest.mark.parametrize("policy", [(100, 0), (100, 1), (8, 0)])
+def test_seats_move_on_and_tokens_reach_the_ring(rows: int, policy: tuple[int, int]) -> None:
     state, _, stop_ids = seat_state(160, 5)
+    state[3] += 3
     seats = torch.randperm(160)[:rows].to(DEVICE)
     seats[rows // 2 + 1 :] = 160
-    runs = (torch.rand(rows).to(DEVICE) < 0.7) & (seats < 160)
+    runs = (torch.rand(rows).to(DEVICE) < 0.9) & (seats < 160)
     ring = torch.full((4, rows + 3, 2), -7, dtype=torch.int32, device=DEVICE)
-    step = torch.tensor([6], device=DEVICE)
-    other = [tensor.clone() for tensor in (state, ring, step)]
-    for turn in range(3):
-        tokens = torch.randint(0, 5, (rows,), device=DEVICE)
+    record = torch.full((rows + 2, 5), -7, dtype=torch.int32, device=DEVICE)
+    step, go_on = torch.tensor([6], device=DEVICE), torch.tensor([-7], dtype=torch.int32, device=DEVICE)
+    word = torch.tensor(policy, device=DEVICE)
+    other = [tensor.clone() for tensor in (state, ring, step, record, go_on)]
+    for turn in range(4):
+        tokens = torch.randint(0, 40, (rows,), device=DEVICE)
         served = torch.full_like(seats, 160) if turn == 1 else seats
-        working = runs & (served < 160)
-        triton_seats.advance_seats(tokens, served, working, state, stop_ids, ring, step)
-        seats_reference.advance_seats_reference(tokens, served, working, other[0], stop_ids, other[1], other[2])
-        for mine, right in zip((state, ring, step), other, strict=True):
-            assert torch.equal(mine, right)
-    assert step.item() == 8
+        working = runs & (served < 160) & (state[2, served] != 0)
+        mine = (state, stop_ids, ring, step, record, go_on)
+        right = (other[0], stop_ids, *other[1:])
+        triton_seats.advance_seats(tokens, served, working, *mine, word)
+        seats_reference.advance_seats_reference(tokens, served, working, *right, word)
+        for got, wanted in zip(mine, right, strict=True):
+            assert torch.equal(got, wanted)
+    assert step.item() == 9
+    assert (record[:, 2:] == -7).all()
+
+
+def goes_on(policy: tuple[int, int], remaining: list[int]) -> list[int]:
+    """The flag after each of four steps of rows that may still get ``remaining`` tokens."""
+    rows = len(remaining)
+    state = torch.ones(5, rows + 1, dtype=torch.int32, device=DEVICE)
+    state[3, :rows] = torch.tensor(remaining, dtype=torch.int32)
+    state[2, rows] = 0
+    stop_ids = torch.full((2, rows + 1), -1, dtype=torch.int32, device=DEVICE)
+    ring = torch.zeros(4, rows, 2, dtype=torch.int32, device=DEVICE)
+    record = torch.zeros(rows, 2, dtype=torch.int32, device=DEVICE)
+    step, go_on = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    seats, flags = torch.arange(rows, device=DEVICE), []
+    for advance in (triton_seats.advance_seats, seats_reference.advance_seats_reference):
+        own = [tensor.clone() for tensor in (state, stop_ids, ring, step, record, go_on)]
+        flags.append([])
+        for _ in range(4):
+            runs = own[0][2, :rows] != 0
+            advance(torch.full_like(seats, 7), seats, runs, *own, torch.tensor(policy, device=DEVICE))
+            flags[-1].append(own[5].item())
+    assert flags[0] == flags[1]
+    return flags[0]
+
+
+def test_the_step_says_whether_it_may_be_repeated() -> None:
+    assert goes_on((100, 0), [3, 1]) == [1, 1, 0, 0]  # while a row is left
+    assert goes_on((100, 1), [3, 1]) == [0, 1, 0, 0]  # and none ended just now
+    assert goes_on((2, 0), [9, 9]) == [1, 0, 0, 0]  # and there are steps to take
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

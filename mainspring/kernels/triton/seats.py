@@ -70,16 +70,20 @@ def gather_seats(rows: Tensor, state: Tensor, block_tables: Tensor, block_size: 
 
 @triton.jit
 def _advance_kernel(
-    tokens_ptr, seats_ptr, runs_ptr, state_ptr, stop_ids_ptr, ring_ptr, step_ptr,
-    batch, num_seats, state_stride, stop_stride, ring_stride, ring_steps,
+    tokens_ptr, seats_ptr, runs_ptr, state_ptr, stop_ids_ptr, ring_ptr, step_ptr, record_ptr, go_on_ptr, policy_ptr,
+    batch, num_seats, state_stride, stop_stride, ring_stride, ring_steps, record_stride,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     step = tl.load(step_ptr)
+    until = tl.load(policy_ptr)
+    leave_on_end = tl.load(policy_ptr + 1)
     entry = ring_ptr + (step % ring_steps) * ring_stride
     stops_at = tl.arange(0, WIDE)
     real_rows = tl.zeros((ROWS,), tl.int32)
+    live_rows = tl.zeros((ROWS,), tl.int32)
+    ended_rows = tl.zeros((ROWS,), tl.int32)
     for start in range(0, batch, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = row < batch
@@ -101,18 +105,38 @@ def _advance_kernel(
         stops = (tl.max(same.to(tl.int32), 0) != 0) & (min_remaining <= 0)
         exhausted = remaining <= 1
         status = tl.where(stops, 2, tl.where(exhausted, 3, 1))
-        tl.store(entry + 2 * row, tl.where(runs, token, -1), mask=inside)
-        tl.store(entry + 2 * row + 1, tl.where(runs, status, 0), mask=inside)
+        ends = runs & (stops | exhausted)
+        live_rows += (runs & (ends == 0)).to(tl.int32)
+        ended_rows += ends.to(tl.int32)
+        emitted = tl.where(runs, token, -1)
+        became = tl.where(runs, status, 0)
+        tl.store(entry + 2 * row, emitted, mask=inside)
+        tl.store(entry + 2 * row + 1, became, mask=inside)
+        tl.store(record_ptr + row * record_stride, emitted, mask=inside)
+        tl.store(record_ptr + row * record_stride + 1, became, mask=inside)
         tl.store(state, token, mask=runs)
         tl.store(state + state_stride, position + 1, mask=runs)
         tl.store(state + 2 * state_stride, tl.where(stops | exhausted, 0, alive), mask=runs)
         tl.store(state + 3 * state_stride, remaining - 1, mask=runs)
         tl.store(state + 4 * state_stride, min_remaining - 1, mask=runs)
-    tl.store(step_ptr, step + tl.where(tl.sum(real_rows, 0) > 0, 1, 0))
+    step += tl.where(tl.sum(real_rows, 0) > 0, 1, 0)
+    tl.store(step_ptr, step)
+    leaves = (tl.sum(ended_rows, 0) > 0) & (leave_on_end != 0)
+    goes_on = (tl.sum(live_rows, 0) > 0) & (leaves == 0) & (step < until)
+    tl.store(go_on_ptr, goes_on.to(tl.int32))
 
 
 def advance_seats(
-    tokens: Tensor, seats: Tensor, runs: Tensor, state: Tensor, stop_ids: Tensor, ring: Tensor, step: Tensor
+    tokens: Tensor,
+    seats: Tensor,
+    runs: Tensor,
+    state: Tensor,
+    stop_ids: Tensor,
+    ring: Tensor,
+    step: Tensor,
+    record: Tensor,
+    go_on: Tensor,
+    policy: Tensor,
 ) -> None:
     """See :func:`mainspring.kernels.seats.advance_seats`; one program of one warp, which takes the rows in turn.
 
@@ -121,8 +145,8 @@ def advance_seats(
     batch, width = tokens.shape[0], stop_ids.shape[0]
     if batch:
         _advance_kernel[(1,)](
-            tokens, seats, runs.view(torch.int8), state, stop_ids, ring, step,
-            batch, state.shape[1], state.stride(0), stop_ids.stride(0), ring.stride(0), ring.shape[0],
+            tokens, seats, runs.view(torch.int8), state, stop_ids, ring, step, record, go_on, policy,
+            batch, state.shape[1], state.stride(0), stop_ids.stride(0), ring.stride(0), ring.shape[0], record.stride(0),
             WIDTH=width, WIDE=triton.next_power_of_2(width), ROWS=_ROWS, num_warps=1,
             **pdl.options(pdl.mode(tokens.device)),
         )  # fmt: skip
