@@ -18,6 +18,10 @@ OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json",
 SERVED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
 
 
+#: Bytes beyond the limit that are read and thrown away, so that a client that sends first and reads then is told.
+DISCARDED_BYTES = 64 << 20
+
+
 class Guard:
     """Answers instead of the app where a request may not pass.
 
@@ -97,7 +101,7 @@ class Guard:
     async def _whole_body(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """Read the body within its limits; what gives it to the app, and after it what comes from the client."""
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._max_body_bytes:
+        if length.isdigit() and int(length[:20]) > self._max_body_bytes + DISCARDED_BYTES:
             raise self._too_large()
         try:
             body = await asyncio.wait_for(self._read(receive), self._body_timeout)
@@ -117,16 +121,22 @@ class Guard:
         return replay
 
     async def _read(self, receive: Receive) -> bytes:
-        body = bytearray()
+        body, length = bytearray(), 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
-            body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
+            piece = message.get("body", b"")
+            length += len(piece)
+            if length <= self._max_body_bytes:
+                body += piece
+            elif length > self._max_body_bytes + DISCARDED_BYTES:
                 raise self._too_large()
             if not message.get("more_body", False):
-                return bytes(body)
+                break
+        if length > self._max_body_bytes:
+            raise self._too_large()
+        return bytes(body)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes; send less")

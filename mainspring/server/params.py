@@ -105,10 +105,10 @@ def make_params(given: Mapping[str, Any]) -> SamplingParams:
 
 def refused(error: Exception) -> ApiError:
     """A 400 for what the engine refused, naming the field that its message begins with or mentions first."""
-    names = re.findall(r"[a-z][a-z_]+", str(error))
-    known = {*SAME, "max_tokens", "logprobs", "structured_outputs", "stop"}
-    param = next((name for name in names if name in known and ("_" in name or name in ("n", "seed", "stop"))), None)
-    param = param or next((name for name in names if name in known), None)
+    names = re.findall(r"\b[a-z_]+\b", str(error))
+    known = {*SAME, "max_tokens", "logprobs", "structured_outputs"}
+    # A short name may be an ordinary word further on.
+    param = next((name for place, name in enumerate(names) if name in known and (place == 0 or "_" in name)), None)
     return bad_request(str(error), param, "invalid_value")
 
 

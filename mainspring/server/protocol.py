@@ -13,22 +13,30 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 MAX_DEPTH = 100
 
 
-def _not_too_deep(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse nesting that would overflow what works on it recursively."""
+def _sound(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse nesting that would overflow what works on it recursively, and half surrogate pairs, which are no text."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for each in level
-            for child in (each.values() if isinstance(each, dict) else each)
-            if isinstance(child, (dict, list))
-        ]
+        children: list[Any] = []
+        for each in level:
+            children += each if isinstance(each, list) else [*each, *each.values()]
+        if any(isinstance(child, str) and not _is_text(child) for child in children):
+            raise ValueError("it holds half of a surrogate pair, which is no text")
+        level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
             return value
     raise ValueError(f"it is nested more than {MAX_DEPTH} deep; flatten it")
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_sound)]
 
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]

@@ -59,6 +59,7 @@ class HermesReader:
 
     def __init__(self) -> None:
         self.called = False
+        self._after_call = False
         self._buffer = ""
         self._calls = 0
 
@@ -88,13 +89,15 @@ class HermesReader:
             else:
                 piece.calls.append(Call(self._calls, call[1], call[0], new_call_id()))
                 self._calls += 1
-                self.called = True
+                self.called = self._after_call = True
 
     def _add_content(self, piece: Piece, text: str) -> None:
-        # The white space around calls is not part of what the model says.
-        if self.called:
-            text = text.lstrip() if not piece.content else text
-        piece.content += text
+        # The white space behind a call is not part of what the model says.
+        if self._after_call:
+            text = text.lstrip()
+        if text:
+            self._after_call = False
+            piece.content += text
 
 
 class LlamaJsonReader:
