@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mainspring import SamplingParams, StructuredOutputsParams
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -105,3 +108,18 @@ def tiny_chat(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     yield live
     assert live.is_idle
     live.stop()
+
+
+@pytest.fixture
+def says(tiny_chat: Live, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the model, whose weights are random, say one text."""
+    add = tiny_chat.engine.add
+
+    def say(text: str) -> None:
+        def add_with(token_ids: Any, params: SamplingParams, **fields: Any) -> Any:
+            wanted = StructuredOutputsParams(choice=[text])
+            return add(token_ids, dataclasses.replace(params, structured_outputs=wanted), **fields)
+
+        monkeypatch.setattr(tiny_chat.engine, "add", add_with)
+
+    return say

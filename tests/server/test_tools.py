@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_server import Live
 
-from mainspring import SamplingParams, StructuredOutputsParams
 from mainspring.engine.errors import RequestError
 from mainspring.engine.structured import GrammarCompiler
 from mainspring.server.protocol import ChatRequest, Tool
@@ -149,21 +147,6 @@ def test_one_strict_function_leaves_the_others_free(tiny_chat: Live) -> None:
     follow(call % ("g", '{"any": [1]}') + "\n" + call % ("f", '{"x": "q"}'))
     with pytest.raises(RequestError):
         follow(call % ("f", '{"any": [1]}'))
-
-
-@pytest.fixture
-def says(tiny_chat: Live, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes the model, whose weights are random, say one text."""
-    add = tiny_chat.engine.add
-
-    def say(text: str) -> None:
-        def add_with(token_ids: Any, params: SamplingParams, **fields: Any) -> Any:
-            wanted = StructuredOutputsParams(choice=[text])
-            return add(token_ids, dataclasses.replace(params, structured_outputs=wanted), **fields)
-
-        monkeypatch.setattr(tiny_chat.engine, "add", add_with)
-
-    return say
 
 
 @pytest.mark.parametrize("stream", [False, True])
