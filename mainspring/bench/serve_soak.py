@@ -24,6 +24,8 @@ JOBS = 64
 PATIENCE = 600.0
 #: Bytes by which the server's memory may grow from the second fifth of the run to the last.
 MEMORY_SLACK = 64 << 20
+#: Longest context of the server; longer than any right request, shorter than some of the garbage.
+MODEL_LEN = 256
 #: Seconds between two looks at the server's memory.
 LOOK = 1.0
 
@@ -99,14 +101,16 @@ def soak_server(
     model: BenchModel, crowd: Crowd, dtype: str, device: str | None, seats: int, say: Callable[[str], None]
 ) -> ServeSoakReport:
     """Answer the jobs offline, then run the crowd against a server of the same model."""
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": 1024, "max_num_seqs": seats}
-    with LLM(model.path, load_format=model.load_format, **options) as llm:
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": MODEL_LEN, "max_num_seqs": seats}
+    without_text = model.load_format == "dummy"
+    with LLM(model.path, load_format=model.load_format, skip_tokenizer_init=without_text, **options) as llm:
         jobs = make_jobs(llm, crowd.seed)
     say(f"{len(jobs)} requests answered offline")
     report = ServeSoakReport(model.title, dtype, crowd.clients, crowd.minutes)
-    given = ["--dtype", dtype, "--load-format", model.load_format, "--max-model-len", "1024"]
+    given = ["--dtype", dtype, "--load-format", model.load_format, "--max-model-len", str(MODEL_LEN)]
     given += ["--max-num-seqs", str(seats), "--max-queue", str(2 * crowd.clients)]
     given += ["--device", device] if device else []
+    given += ["--skip-tokenizer-init"] if without_text else []
     with server(model.path, given) as (child, address):
         asyncio.run(_soak(address, crowd, jobs, report, lambda: child.resident_bytes, say))
     report.exit_status = child.process.returncode
@@ -116,7 +120,8 @@ def soak_server(
 def make_jobs(llm: LLM, seed: int) -> list[Job]:
     """Requests of many kinds, with the answers that ``llm`` gives to them."""
     rng = random.Random(seed)
-    prompts, kinds = [], []
+    prompts: list[Any] = []
+    kinds: list[dict[str, Any]] = []
     for number in range(JOBS):
         n = rng.choice([1, 1, 1, 2])
         greedy = n == 1 and rng.random() < 0.4
@@ -131,8 +136,15 @@ def make_jobs(llm: LLM, seed: int) -> list[Job]:
                 "repetition_penalty": rng.choice([1.0, 1.0, 1.2]),
             }
         )
-        prompts.append(" ".join(rng.choices(WORDS, k=rng.randint(1, 24))))
-    outputs = llm.generate(prompts, [SamplingParams(**fields) for fields in kinds])
+        words = rng.randint(1, 24)
+        if llm.core.tokenizer is not None:
+            prompts.append(" ".join(rng.choices(WORDS, k=words)))
+        else:
+            prompts.append([rng.randrange(3, llm.core.config.vocab_size) for _ in range(words)])
+    outputs = llm.generate(
+        [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts],
+        [SamplingParams(**fields) for fields in kinds],
+    )
     return [
         Job(
             {"prompt": prompt, "return_token_ids": True, **fields},
