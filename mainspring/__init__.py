@@ -18,14 +18,26 @@ _LAZY = {
     "SamplingParams": "mainspring.engine.sampling_params",
     "RequestOutput": "mainspring.engine.outputs",
     "CompletionOutput": "mainspring.engine.outputs",
+    "AsyncLLM": "mainspring.engine.async_llm",
+    "StructuredOutputsParams": "mainspring.engine.structured",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
+    from mainspring.engine.async_llm import AsyncLLM
     from mainspring.engine.llm import LLM
     from mainspring.engine.outputs import CompletionOutput, RequestOutput
     from mainspring.engine.sampling_params import SamplingParams
+    from mainspring.engine.structured import StructuredOutputsParams
 
 
 def _let_waiting_threads_sleep() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mainspring.bench.busy import BusyRecord
     from mainspring.bench.compare import Comparison
     from mainspring.bench.profile import KernelRow
+    from mainspring.bench.serve import ServeRecord
     from mainspring.bench.startup import StartupRecord
 
 
@@ -112,6 +113,30 @@ def busy_table(records: Sequence[BusyRecord]) -> Table:
             f"{100 * record.degradation:.1f} %",
             _ms(record.first_quiet_ms),
             _ms(record.first_busy_ms),
+        )
+    return table
+
+
+def serve_table(records: Sequence[ServeRecord]) -> Table:
+    """One line for each rate and mode; times in milliseconds."""
+    first = records[0]
+    title = f"{first.model}, {first.dtype}, {first.input_len} tokens in, {first.output_len} out, over HTTP"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    for name in ("engine", "mode"):
+        table.add_column(name, no_wrap=True)
+    for name in ("req/s", "requests", "failed", "peak", "TTFT", "p99", "ITL", "p99", "whole", "p99", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for record in records:
+        table.add_row(
+            record.engine,
+            record.launch_mode,
+            f"{record.request_rate:g}",
+            str(record.requests),
+            str(record.failed),
+            str(record.peak),
+            *map(_ms, (record.ttft_ms, record.ttft_p99_ms, record.itl_ms, record.itl_p99_ms)),
+            *map(_ms, (record.e2e_ms, record.e2e_p99_ms)),
+            f"{record.tokens_per_second:.1f}",
         )
     return table
 

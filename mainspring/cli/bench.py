@@ -8,6 +8,7 @@ from typer import Option, Typer
 from typer.core import TyperGroup
 
 from mainspring.cli.bench_output import DEFAULT_FILE, Kernels, Output
+from mainspring.cli.bench_serve import serve
 from mainspring.cli.command import command
 from mainspring.cli.options import parse_sizes
 
@@ -226,3 +227,6 @@ def soak(
     note(str(report))
     if not report.ok:
         raise SystemExit(1)
+
+
+command(bench)(serve)

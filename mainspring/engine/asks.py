@@ -20,6 +20,13 @@ class Asks(enum.IntFlag):
     LOGPROBS = 16
     #: Python logits processors: the recorded step leaves the row's logits to the CPU.
     PROCESSORS = 32
+    #: A grammar: the row's ``ALLOWED_IDS`` are written anew before each step.
+    GRAMMAR = 64
+
+    @property
+    def need_cpu(self) -> bool:
+        """Whether every token waits for the CPU to have seen the one before it."""
+        return bool(self & (Asks.PROCESSORS | Asks.GRAMMAR))
 
 
 def asks_of(params: SamplingParams) -> Asks:
@@ -28,10 +35,11 @@ def asks_of(params: SamplingParams) -> Asks:
     used = {
         Asks.PENALTIES: penalties,
         Asks.LOGIT_BIAS: bool(params.logit_bias),
-        Asks.ALLOWED_IDS: params.allowed_token_ids is not None,
+        Asks.ALLOWED_IDS: params.allowed_token_ids is not None or params.structured_outputs is not None,
         Asks.BAD_WORDS: bool(params.bad_words),
         Asks.LOGPROBS: params.logprobs is not None,
         Asks.PROCESSORS: bool(params.logits_processors),
+        Asks.GRAMMAR: params.structured_outputs is not None,
     }
     asks = Asks.NOTHING
     for kind, asked in used.items():

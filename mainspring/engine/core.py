@@ -15,7 +15,6 @@ import torch
 
 from mainspring.engine.ambient import own_torch_state
 from mainspring.engine.answers import Answer, Choice
-from mainspring.engine.asks import Asks
 from mainspring.engine.block_pool import BlockPool
 from mainspring.engine.delivery import Delivery, Touched
 from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
@@ -162,11 +161,21 @@ class EngineCore:
             self.scheduler.add(request)
             answer.choices.append(choice)
             self._delivery.choices[request] = (answer, choice)
-            if needs.asks & Asks.PROCESSORS:
+            if needs.grammar is not None:
+                request.grammar = needs.grammar.copy()
+            if needs.asks.need_cpu:
                 self._held.add(request)
         self._arrivals += 1
         self._driver.tell_of_arrival(self._last_loop)
         return answer
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse what this model cannot do for any prompt, and compile a grammar that ``params`` may hold.
+
+        May be called from any thread at any time: what takes long is then done when ``add`` is called. Raises
+        ``RequestError``.
+        """
+        self._intake.needs(params)
 
     def abort(self, answer: Answer) -> None:
         """End an answer now; its blocks and seats are free when this returns.
@@ -249,7 +258,7 @@ class EngineCore:
             depth = self._depth
             self._held &= self._delivery.choices.keys()
             if self._held:
-                # Python logits processors look at all tokens so far, so that nothing may be under way.
+                # Python logits processors and grammars look at all tokens so far, so that nothing may be under way.
                 depth = 0
                 self._drain(touched)
             self._take_from_loops(touched)

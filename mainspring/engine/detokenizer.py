@@ -130,6 +130,7 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._pieces: list[str] = []
         self._length = 0
+        self._taken = 0
         self._finished = False
         self.num_tokens = 0
         """How many tokens belong to the answer: those pushed, up to the one that completed a stop string."""
@@ -144,6 +145,24 @@ class Detokenizer:
         whole = self._pieces[0] if self._pieces else ""
         held = 0 if self._finished or self._include_stop else self._matcher.held
         return whole[: len(whole) - held] if held else whole
+
+    def take(self) -> str:
+        """The text that may be shown by now and that ``take`` has not returned before.
+
+        Costs what is new, where ``text`` costs what is there.
+        """
+        total = self._length if self.stop_string is None else sum(map(len, self._pieces))
+        held = 0 if self._finished or self._include_stop else self._matcher.held
+        start, tail = total, list[str]()
+        for piece in reversed(self._pieces):
+            if start <= self._taken:
+                break
+            start -= len(piece)
+            tail.append(piece)
+        new = "".join(reversed(tail))[max(self._taken - start, 0) :]
+        new = new[: len(new) - held] if held else new
+        self._taken += len(new)
+        return new
 
     @property
     def finished(self) -> bool:

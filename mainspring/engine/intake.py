@@ -12,6 +12,7 @@ from mainspring.engine.errors import RequestError
 from mainspring.engine.logits_state import BAD_WORD_TOKENS, BAD_WORDS_WIDTH, BIAS_WIDTH
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.settings import STOP_IDS_WIDTH
+from mainspring.engine.structured import Grammar, GrammarCompiler, StructuredOutputsParams
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Needs:
     stop_ids: tuple[int, ...]
     asks: Asks
     bad_word_ids: tuple[tuple[int, ...], ...]
+    grammar: Grammar | None = None
 
 
 def whole_numbers(name: str, values: Iterable[Any]) -> list[int]:
@@ -46,6 +48,7 @@ class Intake:
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_logprobs = max_logprobs
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         """Refuse ids that are outside the vocabulary."""
@@ -63,7 +66,9 @@ class Intake:
             )
         allowed = params.allowed_token_ids
         self._check_ids("token id in allowed_token_ids", allowed or ())
-        needs = Needs(self._stop_ids(params), asks_of(params), self._bad_word_ids(params.bad_words or ()))
+        wanted = params.structured_outputs
+        grammar = self._grammars.compile(wanted) if isinstance(wanted, StructuredOutputsParams) else None
+        needs = Needs(self._stop_ids(params), asks_of(params), self._bad_word_ids(params.bad_words or ()), grammar)
         if allowed is not None:
             barred = {word[0] for word in needs.bad_word_ids if len(word) == 1}
             barred |= set(needs.stop_ids) if params.min_tokens > 0 else set()

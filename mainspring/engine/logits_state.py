@@ -6,7 +6,7 @@ of the step is then recorded again, with that kind's operations. An engine that 
 
     penalties     4 S V                  an int32 an id: twice its count in the answer, + 1 if in the prompt (149 MiB)
     logit_bias    8 S BIAS_WIDTH         (0.6 MiB)
-    allowed ids   S V / 8                one bit an id (4.7 MiB)
+    allowed ids   S V / 8                one bit an id (4.7 MiB); also what a grammar allows next
     bad words     4 S BAD_WORDS_WIDTH BAD_WORD_TOKENS  (0.5 MiB)
     logprobs      8 rows (2 + max_logprobs)  (a step's record, wider; 44 KiB for 256 rows and 20)
 """
@@ -21,6 +21,7 @@ import torch
 from mainspring.engine.asks import Asks
 from mainspring.engine.request import Request
 from mainspring.engine.seats import SeatTable, Upload
+from mainspring.engine.structured import grammar_masks
 from mainspring.graphs import FixedBuffers
 from mainspring.kernels import sampling
 from mainspring.kernels.sampling_extras import (
@@ -80,6 +81,7 @@ class LogitsState:
             },
             Asks.LOGPROBS: {"record": ((max_rows, 2 * max_logprobs + 4), torch.int32, 0)},
             Asks.PROCESSORS: {},
+            Asks.GRAMMAR: {},
         }
         self._writers: dict[Asks, Callable[[Sequence[tuple[int, Request]], Upload], None]] = {
             Asks.PENALTIES: self._write_seen,
@@ -146,7 +148,15 @@ class LogitsState:
             values[row, : len(bias)] = list(bias.values())
         self._write_rows(admitted, {"bias_ids": ids, "bias_values": values}, upload)
 
+    def write_grammars(self, rows: Sequence[tuple[int, Request]], upload: Upload) -> None:
+        """Write what the grammars of these requests allow next; each has been followed to the newest token."""
+        grammars = [request.grammar for _, request in rows if request.grammar is not None]
+        self._write_rows(rows, {"allowed": grammar_masks(grammars, self.vocab_size)}, upload)
+
     def _write_allowed(self, admitted: Sequence[tuple[int, Request]], upload: Upload) -> None:
+        admitted = [(seat, request) for seat, request in admitted if request.grammar is None]
+        if not admitted:
+            return
         width = self._tensors["allowed"].shape[1]
         bits = np.zeros((len(admitted), width * 32), dtype=np.uint8)
         for row, (_, request) in enumerate(admitted):

@@ -250,11 +250,26 @@ class ModelRunner:
         requests = tuple(plan.requests)
         reads: list[TokenRead] = []
         failures: dict[Request, RequestError] = {}
+        self._write_grammars(requests, failures)
         for size in self.limits.ladder.split(len(requests)):
             chunk, requests = requests[:size], requests[size:]
             self._run(variant, [seat_of(request) for request in chunk])
             reads += self._read_tokens(variant, chunk, failures)
         return LaunchedStep(tuple(reads), is_prefill=False, failures=failures)
+
+    def _write_grammars(self, requests: Sequence[Request], failures: dict[Request, RequestError]) -> None:
+        """Follow the grammars of these requests to their newest tokens, and write what may come next."""
+        rows = []
+        for request in requests:
+            if request.grammar is None:
+                continue
+            try:
+                request.grammar.follow(request.output_token_ids)
+                rows.append((seat_of(request), request))
+            except RequestError as error:
+                failures[request] = error
+        if rows:
+            self.logits_state.write_grammars(rows, self.upload)
 
     def _decode(self, rows: torch.Tensor, *, sampler: Sampler) -> None:
         self.step.decode(rows, sampler)
@@ -279,13 +294,14 @@ class ModelRunner:
         completed = tuple(chunk.request for chunk in plan.chunks if chunk.is_last)
         self.seats.write([(seat_of(request), seat_state(request)) for request in completed], self.upload)
         self.logits_state.write([(seat_of(request), request) for request in completed], self.upload)
+        failures: dict[Request, RequestError] = {}
+        self._write_grammars(completed, failures)
         batch = PrefillBatch.of(plan).to_device(self.upload)
         variant = variant_for(completed)
         hidden = self.step.forward(self._prefill_inputs(batch))
         prompt_reads = self._read_prompts(plan, hidden)
         self.step.begin(hidden, batch.last, batch.completed_seats, self.samplers[variant])
         self.prefill_tokens += plan.num_tokens
-        failures: dict[Request, RequestError] = {}
         reads = self._read_tokens(variant, completed, failures) if completed else []
         return LaunchedStep(tuple(reads), is_prefill=True, prompt_reads=prompt_reads, failures=failures)
 
@@ -346,7 +362,7 @@ class ModelRunner:
     ) -> list[TokenRead]:
         """Queue the reading of a step's rows; those that it left to the CPU are served here, and read once more."""
         held = {row: request for row, request in enumerate(requests) if request.asks & Asks.PROCESSORS}
-        reads = [self._read_record(variant, requests, frozenset(held.values()))]
+        reads = [self._read_record(variant, requests, frozenset((*held.values(), *failures)))]
         if held:
             served = self._serve_held(held, failures)
             if served:

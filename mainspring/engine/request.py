@@ -12,6 +12,7 @@ from mainspring.engine.asks import Asks
 
 if TYPE_CHECKING:
     from mainspring.engine.sampling_params import SamplingParams
+    from mainspring.engine.structured import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -58,6 +59,8 @@ class Request:
     """Token sequences of which the last id is not chosen where it would complete them."""
     prompt_logprobs_due: bool = False
     """Whether log-probabilities of the prompt are still to be computed: its blocks are not taken from the cache."""
+    grammar: Grammar | None = None
+    """Where the answer stands in the grammar that it has to keep to."""
     cache_salt: str | None = None
     """Requests share cached blocks only with requests of the same salt."""
 

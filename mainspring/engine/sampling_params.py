@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mainspring.engine.options import reject_unknown
+from mainspring.engine.structured import StructuredOutputsParams
 
 LogitsProcessor = Callable[..., Any]
 
@@ -37,6 +38,8 @@ class SamplingParams:
         logit_bias: token id to a number in [-100, 100] that is added to its logit.
         allowed_token_ids: no other token is chosen.
         bad_words: texts whose last token is not chosen where it would complete them.
+        structured_outputs: what the answer has to look like, a ``StructuredOutputsParams`` or a mapping of its fields.
+            The CPU writes such a row's mask before every step.
         logits_processors: Python functions ``(token_ids, logits) -> logits`` that see and change the logits of
             every step, before all of the above. They keep the CPU in every step.
 
@@ -89,6 +92,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __new__(cls, *_args: Any, **named: Any) -> SamplingParams:
         """Refuse unknown names, with a suggestion, before the generated ``__init__`` sees them."""
@@ -128,6 +132,8 @@ class SamplingParams:
             self._keep("logit_bias", _bias(self.logit_bias))
         if self.logits_processors is not None:
             self._keep("logits_processors", _functions(self.logits_processors))
+        if self.structured_outputs is not None:
+            self._keep("structured_outputs", _structure(self.structured_outputs))
         self._check_together()
 
     @property
@@ -145,6 +151,13 @@ class SamplingParams:
             raise ValueError(f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; raise max_tokens")
         if self.stop and not self.detokenize:
             raise ValueError("stop needs text to look in, and detokenize is False; use stop_token_ids instead")
+        if self.structured_outputs is not None:
+            for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} {getattr(self, name)!r} may rule out every token that structured_outputs allows; "
+                        f"leave one of them out"
+                    )
         if self.n > 1 and self.greedy:
             raise ValueError(f"n is {self.n} at temperature 0, where all answers are the same; raise temperature")
 
@@ -213,6 +226,14 @@ def _bias(bias: Mapping[Any, Any]) -> dict[int, float]:
         _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
         checked[int(token_id)] = float(value)
     return checked
+
+
+def _structure(value: Any) -> StructuredOutputsParams:
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"structured_outputs is {value!r}; it is a StructuredOutputsParams")
+    return StructuredOutputsParams(**value)
 
 
 def _functions(values: Iterable[Any]) -> tuple[LogitsProcessor, ...]:

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from mainspring.cli.app import app
 
-COMMANDS = [["generate"], ["chat"], ["bench", "latency"], ["bench", "startup"], ["bench", "cpu"], ["bench", "soak"]]
+BENCHES = ("latency", "startup", "cpu", "soak", "serve")
+COMMANDS = [["generate"], ["chat"], ["serve"], *(["bench", name] for name in BENCHES)]
 
 
 def help_of(command: list[str]) -> str:
