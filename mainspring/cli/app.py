@@ -11,6 +11,7 @@ from mainspring.cli.bench import bench
 from mainspring.cli.chat import chat
 from mainspring.cli.command import command
 from mainspring.cli.generate import generate
+from mainspring.cli.inspect import inspect
 from mainspring.cli.terminal import prepare_streams
 
 app = typer.Typer(name="mainspring", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -33,6 +34,7 @@ def root(
 
 command(app)(generate)
 command(app)(chat)
+command(app)(inspect)
 app.add_typer(bench, name="bench")
 
 

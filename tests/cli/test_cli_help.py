@@ -9,7 +9,15 @@ from typer.testing import CliRunner
 
 from mainspring.cli.app import app
 
-COMMANDS = [["generate"], ["chat"], ["bench", "latency"], ["bench", "startup"], ["bench", "cpu"], ["bench", "soak"]]
+COMMANDS = [
+    ["generate"],
+    ["chat"],
+    ["bench", "latency"],
+    ["bench", "startup"],
+    ["bench", "cpu"],
+    ["bench", "soak"],
+    ["inspect"],
+]
 
 
 def help_of(command: list[str]) -> str:
