@@ -31,7 +31,7 @@
       Object.assign(this, { index, grid, block, shared, parameters, unresolved, parent });
       this.name = S(name); this.kind = S(kind); this.symbol = S(symbol); this.note = S(note);
       this.edges = edges.map((edge) => (edge < 0 ? { index: ~edge, pdl: true } : { index: edge, pdl: false }));
-      this.uses = uses.map(([owner, address, parameter, offset, how, role, nbytes, text]) => (
+      this.uses = uses.map((at) => data.uses[at]).map(([how, role, text, owner, address, parameter, offset, nbytes]) => (
         { owner: S(owner), address, parameter, offset, kind: S(how), role: S(role), nbytes, text: S(text) }));
     }
     get owners() { return unique(this.uses.map((use) => use.owner)); }

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from mainspring.graphs import GraphError, RecordedOperation, RungRecording
+from mainspring.graphs import GraphError, RecordedOperation, RungRecording, Use
 from mainspring.graphs.spans import KINDS
 from mainspring.inspect.book import CLASSES, Region, group_owners, memory_class, owners, regions
 from mainspring.inspect.diff import label
@@ -123,25 +123,32 @@ def _largest_gaps(timeline: Timeline) -> list[Any]:
     return sorted(timeline.gaps(), key=lambda gap: -gap.duration)[:MOST_GAPS] if not timeline.whole_steps else []
 
 
-class _Strings:
-    """Every text once; what is stored is its number."""
+class _Tables:
+    """Every text, and every use of an address, once, since rungs have most in common; what is stored is its number."""
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
+        self.uses: dict[tuple[Any, ...], int] = {}
 
     def __call__(self, text: str | None) -> int:
         return -1 if text is None else self.texts.setdefault(text, len(self.texts))
 
+    def use(self, use: Use) -> int:
+        """In the order that the script's `Operation` takes apart."""
+        texts = (self(use.kind), self(use.role), self(use.text), self(use.owner))
+        packed = (*texts, use.address, use.parameter, use.offset, use.nbytes)
+        return self.uses.setdefault(packed, len(self.uses))
+
 
 def _page_data(inspections: Sequence[Inspection]) -> dict[str, Any]:
     """What the page's script shows: operation lists and timelines, short enough for hundreds of rungs."""
-    strings = _Strings()
+    tables = _Tables()
     rungs = [
         {
             "title": (f"{'AB'[at]}: " if len(inspections) > 1 else "") + label(rung),
             "size": rung.size,
             "file": at,
-            "operations": [_operation(operation, strings) for operation in rung.operations],
+            "operations": [_operation(operation, tables) for operation in rung.operations],
             "sections": _sections(rung),
         }
         for at, inspection in enumerate(inspections)
@@ -155,7 +162,7 @@ def _page_data(inspections: Sequence[Inspection]) -> dict[str, Any]:
                     "name": lane.name,
                     "device": lane.device,
                     "events": [
-                        [strings(e.name), strings(category(e.name)), round(e.start, 3), round(e.duration, 3), e.step]
+                        [tables(e.name), tables(category(e.name)), round(e.start, 3), round(e.duration, 3), e.step]
                         for e in lane.events
                     ],
                 }
@@ -164,7 +171,7 @@ def _page_data(inspections: Sequence[Inspection]) -> dict[str, Any]:
         }
         for timeline in inspections[0].timelines
     ]
-    return {"strings": list(strings.texts), "rungs": rungs, "timelines": timelines}
+    return {"strings": list(tables.texts), "uses": list(tables.uses), "rungs": rungs, "timelines": timelines}
 
 
 def _sections(rung: RungRecording) -> list[Any]:
@@ -180,31 +187,19 @@ def _sections(rung: RungRecording) -> list[Any]:
     ]
 
 
-def _operation(operation: RecordedOperation, strings: _Strings) -> list[Any]:
+def _operation(operation: RecordedOperation, tables: _Tables) -> list[Any]:
     """In the order that the script's `Operation` takes apart; an edge that is programmatic is its complement."""
     return [
-        strings(operation.name),
-        strings(operation.kind),
-        strings(operation.symbol),
+        tables(operation.name),
+        tables(operation.kind),
+        tables(operation.symbol),
         operation.grid or 0,
         operation.block or 0,
         operation.shared_memory,
         operation.parameters,
         [~edge.operation if edge.kind == "programmatic" else edge.operation for edge in operation.dependencies],
-        [
-            [
-                strings(use.owner),
-                use.address,
-                use.parameter,
-                use.offset,
-                strings(use.kind),
-                strings(use.role),
-                use.nbytes,
-                strings(use.text),
-            ]
-            for use in operation.uses
-        ],
+        [tables.use(use) for use in operation.uses],
         operation.unresolved,
         operation.parent,
-        strings(operation.note),
+        tables(operation.note),
     ]

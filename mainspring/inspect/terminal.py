@@ -173,7 +173,7 @@ def accounting_table(inspection: Inspection) -> Table:
     estimates = inspection.estimates
     if estimates is not None:
         table.add_row("recordings, expected", bytes_text(estimates.expected))
-        table.add_row("recordings, taken", f"{bytes_text(estimates.taken)} ({bytes_text(estimates.difference)} more)")
+        table.add_row("recordings, taken", f"{bytes_text(estimates.taken)} ({estimates.difference:+d} B)")
         table.add_row("largest prefill", bytes_text(estimates.prefill))
         table.add_row("KV blocks", f"{estimates.kv_blocks} of {bytes_text(estimates.block)}")
     return table
