@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from mainspring.cli.app import app
-from mainspring.graphs import Recording
+from mainspring.graphs import CpuGraph, Recording
 from mainspring.inspect import Inspection
 
 sys.path.append(str(Path(__file__).parents[1] / "inspect"))
@@ -58,6 +59,14 @@ def test_a_file_is_shown_as_the_model_was(file: Path, tmp_path: Path) -> None:
     assert "4 layers alike, 4 operations each" in done.stdout
     assert done.stdout.count("qkv_kernel") == 1
     assert run(file, "--unfold").stdout.count("qkv_kernel") == 4
+
+
+def test_a_recording_of_one_graph_is_shown(tmp_path: Path) -> None:
+    x = torch.zeros(2, 4)
+    Recording.of(CpuGraph.capture(lambda: x.relu())).save(tmp_path / "graph.json")
+    done = run(tmp_path / "graph.json")
+    assert done.exit_code == 0, done.output
+    assert "aten::relu" in done.stdout and "No audit" in done.stdout
 
 
 def test_names_do_not_steer_the_terminal(file: Path) -> None:
