@@ -11,6 +11,7 @@ from mainspring.cli.bench import bench
 from mainspring.cli.chat import chat
 from mainspring.cli.command import command
 from mainspring.cli.generate import generate
+from mainspring.cli.inspect import inspect
 from mainspring.cli.serve import serve
 from mainspring.cli.terminal import prepare_streams
 
@@ -35,6 +36,7 @@ def root(
 command(app)(generate)
 command(app)(chat)
 command(app)(serve)
+command(app)(inspect)
 app.add_typer(bench, name="bench")
 
 

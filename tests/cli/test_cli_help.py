@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from mainspring.cli.app import app
 
-BENCHES = ("latency", "startup", "cpu", "soak", "serve")
-COMMANDS = [["generate"], ["chat"], ["serve"], *(["bench", name] for name in BENCHES)]
+BENCHES = ("latency", "busy", "startup", "cpu", "soak", "serve")
+COMMANDS = [["generate"], ["chat"], ["serve"], ["inspect"], *(["bench", name] for name in BENCHES)]
 
 
 def help_of(command: list[str]) -> str:
