@@ -250,11 +250,11 @@ def _measure_batch(
 def loop_stamps(core: EngineCore) -> Iterator[list[np.ndarray]]:
     """Collects, for each loop that ends inside, the times of its beginning and of its steps' ends, in nanoseconds."""
     stamps: list[np.ndarray] = []
-    core.loop_driver.stamps = stamps
+    core.pipeline.driver.stamps = stamps
     try:
         yield stamps
     finally:
-        core.loop_driver.stamps = None
+        core.pipeline.driver.stamps = None
 
 
 def _params(workload: Workload, max_tokens: int) -> SamplingParams:

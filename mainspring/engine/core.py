@@ -7,9 +7,8 @@ import os
 import random
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -21,20 +20,20 @@ from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
 from mainspring.engine.errors import EngineError
 from mainspring.engine.generation_defaults import sampling_defaults
 from mainspring.engine.intake import Intake, Needs, whole_numbers
-from mainspring.engine.interpreter import ASLEEP, AT_WORK, switch_interval
-from mainspring.engine.launched import LaunchedStep, RowResult, row_results
+from mainspring.engine.interpreter import asleep, at_work
+from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.limits import EngineLimits, choose_device, choose_launch_mode, derive_limits
 from mainspring.engine.loop_driver import LoopDriver
 from mainspring.engine.loops import Loops, RunningLoop
 from mainspring.engine.memory import plan_memory, record_ladder
 from mainspring.engine.model_runner import ModelRunner
-from mainspring.engine.plan import DecodePlan, PrefillPlan
+from mainspring.engine.pipeline import Pipeline
 from mainspring.engine.request import Request
 from mainspring.engine.samplers import PLAIN
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.settings import EngineSettings
-from mainspring.engine.stats import EngineStats, StepClock
+from mainspring.engine.stats import EngineStats
 from mainspring.graphs import AuditReport, LoopError, Recording
 from mainspring.models.loader import load_config, load_model, update_weights
 from mainspring.models.source import resolve
@@ -93,17 +92,21 @@ class EngineCore:
             self.config.vocab_size, self.config.eos_token_ids, self.tokenizer, self.limits.max_logprobs
         )
         self._delivery = Delivery(self.scheduler, self._intake, self._token_decoder)
-        self._driver = LoopDriver(self.scheduler, self.runner, settings.loop_steps, settings.loop_timeout)
-        self.clock = StepClock()
+        self.pipeline = Pipeline(
+            self.scheduler,
+            self.runner,
+            self._delivery,
+            LoopDriver(self.scheduler, self.runner, settings.loop_steps, settings.loop_timeout),
+            depth=1 if device.type == "cuda" and self.launch_mode != "eager" else 0,
+            looping=self.launch_mode == "loop",
+        )
         self._eos_token_ids = frozenset(self.config.eos_token_ids)
         self._seeds = random.Random(settings.seed)
         self._arrivals = 0
         self._held: set[Request] = set()
-        self._in_flight: deque[LaunchedStep | RunningLoop] = deque()
         self._lock = threading.RLock()
         self._busy = False
         self._doomed: list[Answer] = []
-        self._depth = 1 if device.type == "cuda" and self.launch_mode != "eager" else 0
         self._process = os.getpid()
         self._failure: BaseException | None = None
         self._finalizer = weakref.finalize(self, _end_loops, self.runner.loops, self._process)
@@ -125,7 +128,7 @@ class EngineCore:
         self._intake.check_prompt(prompt_token_ids)
         needs = self._intake.needs(params)
         with self._exclusive():
-            if not self._delivery.choices and not self._in_flight:
+            if not self._delivery.choices and not self.pipeline.in_flight:
                 self._notice_replaced_weights()
             self.runner.require(needs.asks)
             return self._admit(request_id, prompt_token_ids, params, needs, prompt, priority)
@@ -166,7 +169,7 @@ class EngineCore:
             if needs.asks.need_cpu:
                 self._held.add(request)
         self._arrivals += 1
-        self._driver.tell_of_arrival(self._last_loop)
+        self.pipeline.driver.tell_of_arrival(self.pipeline.last_loop)
         return answer
 
     def check(self, params: SamplingParams) -> None:
@@ -197,12 +200,7 @@ class EngineCore:
     def _end(self, answer: Answer) -> None:
         ended = self._delivery.end(answer)
         if ended:
-            self._driver.tell_of_ending(self._last_loop, ended, "abort")
-
-    @property
-    def _last_loop(self) -> RunningLoop | None:
-        """The loop that was launched last, if it may still be running."""
-        return next((each for each in reversed(self._in_flight) if isinstance(each, RunningLoop)), None)
+            self.pipeline.driver.tell_of_ending(self.pipeline.last_loop, ended, "abort")
 
     @contextmanager
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
@@ -226,7 +224,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether some request has not ended, or some step has not been read back."""
-        return bool(self._delivery.choices) or bool(self._in_flight)
+        return "pipeline" in self.__dict__ and bool(self._delivery.choices or self.pipeline.in_flight)
 
     def step(self) -> list[Answer]:
         """Launch what there is to launch, and hand out tokens: of the oldest step under way, or those of a running loop
@@ -237,102 +235,29 @@ class EngineCore:
         """
         self._check_alive()
         with self._lock:
-            head = self._in_flight[0] if self._in_flight and not self._busy else None
+            under_way = () if self._busy else self.pipeline.in_flight
+            head = under_way[0] if under_way else None
+            looping = self.pipeline.looping
         if isinstance(head, RunningLoop):
-            with self._asleep():
-                self._driver.await_news(head)  # without the lock: other threads may add and abort meanwhile
-        with self._at_work(), self._exclusive():
+            with asleep(looping):
+                self.pipeline.driver.await_news(head)  # without the lock: others may add and abort meanwhile
+        with at_work(looping), self._exclusive():
             return self._step()
-
-    def _asleep(self) -> AbstractContextManager[None]:
-        """Around a wait: the interpreter is to be had soon after it. In loop mode the device goes on meanwhile."""
-        return switch_interval.of(ASLEEP) if self.launch_mode == "loop" else nullcontext()
-
-    def _at_work(self) -> AbstractContextManager[None]:
-        """Around scheduling and launching, in which the device may be waiting."""
-        return switch_interval.of(AT_WORK) if self.launch_mode == "loop" else nullcontext()
 
     def _step(self) -> list[Answer]:
         touched: Touched = {}
         try:
-            depth = self._depth
             self._held &= self._delivery.choices.keys()
-            if self._held:
-                # Python logits processors and grammars look at all tokens so far, so that nothing may be under way.
-                depth = 0
-                self._drain(touched)
-            self._take_from_loops(touched)
-            loop = self._last_loop
-            if loop is not None:
-                self._tend(loop, touched)
-            else:
-                self._launch(depth, touched)
-            self._delivery.tell()
+            self.pipeline.advance(touched, held=bool(self._held))
             return list(touched.values())
         except BaseException as error:
             self._recover(error)
             raise
 
-    def _launch(self, depth: int, touched: Touched) -> None:
-        """Schedule and launch a step, or a loop of steps, and read back the oldest if enough are under way."""
-        plan = self.scheduler.schedule(may_preempt=not self._in_flight)
-        if plan is not None:
-            step = self._launched(plan)
-            self.clock.launched(plan, step, idle=not self._in_flight)
-            self._in_flight.append(step)
-        head = self._in_flight[0] if self._in_flight else None
-        if isinstance(head, LaunchedStep) and (plan is None or len(self._in_flight) > depth):
-            self._in_flight.popleft()
-            self._read_back(head, touched)
-
-    def _launched(self, plan: PrefillPlan | DecodePlan) -> LaunchedStep | RunningLoop:
-        if self.launch_mode == "loop" and isinstance(plan, DecodePlan):
-            if self._held:
-                self._driver.single_steps["logits processors"] += 1
-            else:
-                loop = self._driver.launch(plan)
-                if loop is not None:
-                    return loop
-        return self.runner.launch(plan)
-
-    def _tend(self, loop: RunningLoop, touched: Touched) -> None:
-        """Look after a loop under way; a step in front of it is read back."""
-        head = self._in_flight[0]
-        if isinstance(head, LaunchedStep):
-            self._in_flight.popleft()
-            self._read_back(head, touched)
-        elif self._in_flight[-1] is loop:
-            behind = self._driver.tend(loop)
-            if behind is not None:
-                self._in_flight.append(behind)
-
-    def _take_from_loops(self, touched: Touched) -> None:
-        """Hand out what has come from the loops that are next to be read."""
-        while self._in_flight and isinstance(loop := self._in_flight[0], RunningLoop):
-            before, tokens = loop.seen, self._delivery.tokens
-            records = loop.take()
-            for record in records:
-                self._hand_out(row_results(loop.requests, record), touched)
-            self._driver.taken(loop, len(records), before)
-            self.clock.looped(len(records), self._delivery.tokens - tokens)
-            if loop.end is None:
-                return
-            self._in_flight.popleft()
-            self._driver.ended(loop)
-
-    def _drain(self, touched: Touched) -> None:
-        """Ask loops to end, and read back everything under way."""
-        self.runner.loops.end()
-        while self._in_flight:
-            self._take_from_loops(touched)
-            if self._in_flight and isinstance(head := self._in_flight[0], LaunchedStep):
-                self._in_flight.popleft()
-                self._read_back(head, touched)
-
     def _recover(self, error: BaseException) -> None:
         """After a step that failed midway: nothing half made stays, neither here nor on the device."""
         self._failure = error  # stays where this, too, is cut short: then the engine has stopped
-        self._in_flight.clear()
+        self.pipeline.in_flight.clear()
         for answer in self._delivery.end_all():
             logger.error("request %s was aborted: a step failed with %r", answer.request_id, error)
         self.scheduler.abort_all()
@@ -350,18 +275,12 @@ class EngineCore:
     def step_by_step(self) -> Iterator[None]:
         """Inside, ``step`` makes one decode step at a time, as in graph mode, in an engine in loop mode too."""
         with self._exclusive():
-            usual = self.launch_mode
-            self.launch_mode = "graph" if usual == "loop" else usual
+            usual, self.pipeline.looping = self.pipeline.looping, False
             self.runner.loops.end()
         try:
             yield
         finally:
-            self.launch_mode = usual
-
-    @property
-    def loop_driver(self) -> LoopDriver:
-        """What starts and ends loops, and has measured them."""
-        return self._driver
+            self.pipeline.looping = usual
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Write ``(checkpoint name, tensor)`` pairs into the weights where they lie; returns how many there were.
@@ -424,33 +343,19 @@ class EngineCore:
                 self.runner.loops.launched.clear()  # they run in the process that was forked, if at all
             elif self._failure is None:
                 self.runner.loops.abandon()
-                for launched in self._in_flight:
+                for launched in self.pipeline.in_flight:
                     if isinstance(launched, LaunchedStep):
                         launched.results()
             if not isinstance(self._failure, LoopError):  # a device that is lost, or busy for ever, gives nothing back
                 self.runner.deallocate()
-            del self.runner, self._driver
-        self._in_flight.clear()
+            del self.runner, self.pipeline
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made."""
-        return self.clock.stats(self.launch_mode, self.runner, self.scheduler, self._delivery.tokens, self._driver)
-
-    def _read_back(self, launched: LaunchedStep, touched: Touched) -> None:
-        """Wait for a step and give its tokens to their answers, which are added to ``touched``."""
-        with self._asleep():
-            results = launched.results()
-        self.clock.arrived(launched)
-        for read in launched.prompt_reads:
-            self._delivery.take_prompt(read)
-        self._hand_out(results, touched)
-        self._delivery.fail(launched.failures, touched)
-
-    def _hand_out(self, results: Sequence[RowResult], touched: Touched) -> None:
-        ended = self._delivery.take(results, touched)
-        if ended:
-            self._driver.tell_of_ending(self._last_loop, ended, "stop string")
+        return self.pipeline.clock.stats(
+            self.launch_mode, self.runner, self.scheduler, self._delivery.tokens, self.pipeline.driver
+        )
 
     def _check_alive(self) -> None:
         if os.getpid() != self._process:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 #: Switch interval in seconds while the engine sleeps, and while it launches: about what a prefill step takes the CPU.
 ASLEEP, AT_WORK = 1e-4, 2e-2
@@ -50,3 +50,13 @@ class SwitchInterval:
 
 #: There is one interpreter in a process, and so one of these.
 switch_interval = SwitchInterval()
+
+
+def asleep(looping: bool) -> AbstractContextManager[None]:
+    """Around a wait, where loops run: the interpreter is to be had soon after it. The device goes on meanwhile."""
+    return switch_interval.of(ASLEEP) if looping else nullcontext()
+
+
+def at_work(looping: bool) -> AbstractContextManager[None]:
+    """Around scheduling and launching, where loops run: the device may be waiting for it."""
+    return switch_interval.of(AT_WORK) if looping else nullcontext()

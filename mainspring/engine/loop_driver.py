@@ -80,13 +80,14 @@ class LoopDriver:
 
     # -- launching -----------------------------------------------------------------------------------------
 
-    def launch(self, plan: DecodePlan) -> RunningLoop | None:
+    def launch(self, plan: DecodePlan, held: bool) -> RunningLoop | None:
         """Launch a planned decode step, and as many more as blocks can be reserved for, as one loop.
 
-        None where it has to be a step alone, which is then still to be launched.
+        None where it has to be a step alone, which is then still to be launched; ``held`` says that Python logits
+        processors want it so.
         """
         requests, scheduler = plan.requests, self._scheduler
-        why = self._why_single(requests)
+        why = "logits processors" if held else self._why_single(requests)
         if why is None:
             reserved = self._reserve(requests, self._steps_ahead - 1)
             if reserved.steps or all(request.budget_left == 0 for request in requests):

@@ -107,10 +107,10 @@ class RunningLoop:
         if self.history is not None:
             self.history += records
         now = time.perf_counter()
+        if records:
+            self.seen = now
         if not progress.running and self.taken == progress.iterations:
             self.end = self.loop.join(self.stuck_after, self.launch)
-        elif records:
-            self.seen = now
         elif now - self.seen > self.stuck_after:
             raise LoopStuckError(
                 f"launch {self.launch} of {self.loop.name} made no step for {self.stuck_after} s, the engine's "

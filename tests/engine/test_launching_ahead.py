@@ -24,7 +24,7 @@ PROMPTS = [{"prompt_token_ids": [11 + 3 * index, 45, 200, 31, 8][: 2 + index % 4
 
 def ahead(llm: LLM, depth: int) -> LLM:
     """Let ``llm`` launch ``depth`` steps before it reads the first."""
-    llm.core._depth = depth
+    llm.core.pipeline.depth = depth
     return llm
 
 

@@ -76,7 +76,7 @@ def running_loop(llm: LLM) -> RunningLoop:
     """Step until a loop runs of which some tokens have come."""
     for _ in range(200):
         llm.core.step()
-        head = llm.core._in_flight[0] if llm.core._in_flight else None
+        head = llm.core.pipeline.in_flight[0] if llm.core.pipeline.in_flight else None
         if isinstance(head, RunningLoop) and head.taken > 1:
             return head
     raise AssertionError("no loop came to run")
@@ -187,7 +187,7 @@ def test_a_new_request_is_admitted_within_two_steps(make_tiny: MakeLLM, brake: B
         llm.core.step()
     assert loop.end is not None
     assert brake.steps - steps <= 2
-    assert llm.core._driver.ends["arrival"] == 1
+    assert llm.core.pipeline.driver.ends["arrival"] == 1
     llm.core.abort(first)
     while not second.finished:
         llm.core.step()
@@ -201,7 +201,7 @@ def test_a_request_for_which_there_is_no_seat_does_not_end_the_loop(make_tiny: M
     assert not loop.ringing
     drain(llm)
     assert second.finished
-    assert "arrival" not in llm.core._driver.ends
+    assert "arrival" not in llm.core.pipeline.driver.ends
 
 
 def test_a_row_that_ends_lets_a_waiting_request_in(make_tiny: MakeLLM, brake: Brake) -> None:
@@ -232,7 +232,7 @@ def test_an_aborted_row_is_given_up_and_the_others_go_on_at_once(make_tiny: Make
     drain(llm)
     assert loop.tied
     assert kept.choices[0].request.output_token_ids == expected
-    assert llm.core._driver.ends == {"abort": 1, "flag": 1}
+    assert llm.core.pipeline.driver.ends == {"abort": 1, "flag": 1}
     assert_all_free(llm)
 
 
@@ -391,7 +391,7 @@ def test_an_interrupted_answer_ends_its_loop(make_tiny: MakeLLM, brake: Brake) -
     stream = llm.stream(PROMPT, greedy(400))
     for _ in range(4):
         next(stream)
-    loop = llm.core._in_flight[0]
+    loop = llm.core.pipeline.in_flight[0]
     assert isinstance(loop, RunningLoop)
     stream.close()
     assert_all_free(llm)

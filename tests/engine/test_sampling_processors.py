@@ -101,15 +101,15 @@ def test_steps_are_read_back_before_a_processor_runs(make_tiny: MakeLLM) -> None
     llm = make_tiny()
     expected = [ids(llm.generate(prompt, greedy())[0]) for prompt in OTHERS[:2]]
     held = ids(llm.generate(PROMPT, greedy(logits_processors=[shift]))[0])
-    llm.core._depth = 1
+    llm.core.pipeline.depth = 1
     first = [llm.core.add(f"plain{i}", prompt["prompt_token_ids"], greedy()) for i, prompt in enumerate(OTHERS[:2])]
     for _ in range(4):
         llm.core.step()
-    assert len(llm.core._in_flight) == 1
+    assert len(llm.core.pipeline.in_flight) == 1
     late = llm.core.add("held", PROMPT_IDS, greedy(logits_processors=[shift]))
     while not late.finished:
         llm.core.step()
-        assert not llm.core._in_flight
+        assert not llm.core.pipeline.in_flight
     while llm.core.has_work():
         llm.core.step()
     assert [list(answer.output().outputs[0].token_ids) for answer in first] == expected

@@ -118,7 +118,7 @@ def test_threads_take_turns_and_each_gets_its_own_answer(make_tiny: MakeLLM) -> 
 
 CUT_AT = {
     "eager": ["add", "_admit", "end", "_step", "schedule", "take", "service_order"],
-    "loop": ["_take_from_loops", "take", "tend", "launch", "await_news", "forget", "reserve_ahead"],
+    "loop": ["take_from_loops", "take", "tend", "launch", "await_news", "forget", "reserve_ahead"],
 }
 
 
