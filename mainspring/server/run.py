@@ -33,6 +33,10 @@ def prepare_engine(llm: LLM) -> None:
     if core.launch_mode != "eager":
         for runner in core.runner.runners.values():
             runner.capture()
+        loops = getattr(core.runner, "loops", None)
+        if core.launch_mode == "loop" and loops is not None:
+            for variant in core.runner.runners:
+                loops.prepare_ladder(variant)
 
 
 class Server(uvicorn.Server):
