@@ -222,6 +222,14 @@ class EngineCore:
                 self._busy = False
                 self._end_doomed()
 
+    def interrupt(self) -> None:
+        """Let a ``step`` that waits for a loop's tokens return soon, so that its thread can see to something else.
+
+        From any thread, without waiting; the loop itself goes on.
+        """
+        if "pipeline" in self.__dict__:
+            self.pipeline.driver.bell.ring()
+
     def has_work(self) -> bool:
         """Whether some request has not ended, or some step has not been read back."""
         return "pipeline" in self.__dict__ and bool(self._delivery.choices or self.pipeline.in_flight)

@@ -41,9 +41,9 @@ class Bell:
         except RuntimeError:  # rung already
             return
 
-    def wait(self, seconds: float) -> None:
-        """Wait until someone rings, at most so long."""
-        self._lock.acquire(timeout=seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait until someone rings, at most so long; whether someone did."""
+        return self._lock.acquire(timeout=seconds)
 
 
 class LoopDriver:
@@ -83,11 +83,11 @@ class LoopDriver:
     def launch(self, plan: DecodePlan, held: bool) -> RunningLoop | None:
         """Launch a planned decode step, and as many more as blocks can be reserved for, as one loop.
 
-        None where it has to be a step alone, which is then still to be launched; ``held`` says that Python logits
-        processors want it so.
+        None where it has to be a step alone, which is then still to be launched; ``held`` says that a request needs the
+        CPU at every token.
         """
         requests, scheduler = plan.requests, self._scheduler
-        why = "logits processors" if held else self._why_single(requests)
+        why = "a row needs the CPU" if held else self._why_single(requests)
         if why is None:
             reserved = self._reserve(requests, self._steps_ahead - 1)
             if reserved.steps or all(request.budget_left == 0 for request in requests):
@@ -255,8 +255,7 @@ class LoopDriver:
         deadline = time.perf_counter() + LONGEST_WAIT
         while not loop.has_news() and time.perf_counter() < deadline:
             left = min(loop.longest, loop.until - self._runner.steps_launched) - loop.taken
-            self.bell.wait(self.times.look_again(loop.rung, len(loop.requests), left, loop.ringing))
-            if loop.end is not None or loop.ringing and not loop.answered:
+            if self.bell.wait(self.times.look_again(loop.rung, len(loop.requests), left, loop.ringing)):
                 return
 
 

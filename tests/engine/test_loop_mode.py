@@ -263,6 +263,32 @@ def test_other_threads_are_not_held_up_by_a_step_that_waits(make_tiny: MakeLLM, 
     drain(llm)
 
 
+def test_a_step_that_waits_can_be_interrupted(
+    make_tiny: MakeLLM, brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the server's thread is, when a request has come."""
+    from mainspring.engine import loop_driver
+
+    monkeypatch.setattr(loop_driver, "LONGEST_WAIT", 3600.0)
+    llm = make_tiny(launch_mode="loop")
+    llm.core.add("first", [5, 6, 7], greedy(100))
+    loop = running_loop(llm)
+    brake.go.clear()
+    for _ in range(2):  # takes what is there, then nothing comes any more
+        llm.core.interrupt()
+        llm.core.step()
+    waiting = threading.Thread(target=llm.core.step, daemon=True)
+    waiting.start()
+    try:
+        llm.core.interrupt()
+        waiting.join(20)
+        assert not waiting.is_alive()
+        assert not loop.ringing
+    finally:
+        brake.go.set()
+    drain(llm)
+
+
 def test_waiting_for_tokens_takes_no_processor_time(make_tiny: MakeLLM, brake: Brake) -> None:
     """A step of a running loop sleeps: counted in looks, since time is not for tests."""
     llm = make_tiny(launch_mode="loop")
@@ -293,7 +319,7 @@ def test_logits_processors_put_the_engine_in_graph_mode_while_they_live(make_tin
     held = llm.core.add("held", [4, 5], greedy(6, logits_processors=[lambda ids, logits: logits]))
     while not held.finished:
         llm.core.step()
-    assert llm.stats().single_steps == {"logits processors": 5}
+    assert llm.stats().single_steps == {"a row needs the CPU": 5}
     launches = llm.stats().loop_launches
     drain(llm)
     assert llm.stats().loop_launches == launches + 1
