@@ -152,8 +152,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._constant(name, args[0])
         passed = {t.untyped_storage()._cdata for t in tensors if not is_opaque(t)}
         fresh = [out if isinstance(out, Tensor) and self._is_new(out, passed) else None for out in outputs]
-        if hasattr(func, "prepare") and self._can_be_prepared(func, args, kwargs, fresh, written):
-            self._append(name, "prepared", func, frozen_args, frozen_kwargs, fresh, reads, writes)
+        made = fresh if func._schema.returns else []
+        if hasattr(func, "prepare") and self._can_be_prepared(func, args, kwargs, made, written):
+            self._append(name, "prepared", func, frozen_args, frozen_kwargs, made, reads, writes)
             return result
         if written or not any(out is not None for out in fresh):
             if written or func.namespace not in ("aten", "prims") or not outputs:
@@ -176,12 +177,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        fresh: list[Tensor | None],
+        results: list[Tensor | None],
         written: list[Tensor],
     ) -> bool:
         """Whether all results are new tensors, and the prepared call gives the same bits where it can be tried."""
-        made = [out for out in fresh if out is not None]
-        if len(made) != len(fresh):
+        made = [out for out in results if out is not None]
+        if len(made) != len(results):
             return False
         if written:  # running it once more would change what it writes
             return True
