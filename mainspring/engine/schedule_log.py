@@ -100,7 +100,7 @@ class ScheduleLog:
         history = loop.history or []
         launch.steps = len(history)
         launch.tokens = [_pairs(record, len(launch.rows)) for record in history]
-        if launch is self.launches[-1]:
+        if history and launch is self.launches[-1]:  # without a step, the logits are no step's: recording leaves some
             launch.digest = digest(self._runner, len(launch.rows))
 
 

@@ -68,7 +68,8 @@ class RecordedOp:
     Attributes:
         name: as in "aten::addmm".
         kind: "out" writes its results through out=; "copy" copies its one argument; "in_place" runs again on
-            the same tensors; "run_and_copy" runs again and copies what it made into the recorded storage.
+            the same tensors; "run_and_copy" runs again and copies what it made into the recorded storage;
+            "prepared" is made ready once by the operation's own `prepare`, which writes where it is told.
         func: what is called.
         args: arguments with `TensorRef` where a tensor of this program stands.
         kwargs: the same by name.
@@ -254,12 +255,18 @@ def _bind_operation(operation: RecordedOp, resolve: Callable[[Any], Any]) -> Cal
     if operation.kind == "copy":
         target, source = args
         return partial(target.copy_, source)
+    if operation.kind == "prepared":
+        out = tuple(resolve(result) for result in operation.results)
+        run: Callable[[], object] = operation.func.prepare(*args, **kwargs, out=out or None)[0]  # type: ignore[attr-defined]
+        return run
     # The packet-free builtin behind an OpOverload saves a Python frame per operation.
     func = operation.func._op if isinstance(operation.func, OpOverload) else operation.func
     call = partial(func, *args, **kwargs)
     targets = [(at, resolve(result)) for at, result in enumerate(operation.results) if result is not None]
     if operation.kind == "out" or not targets:
         return call
+    if len(operation.results) == 1:
+        return _one_result_copied(func, args, kwargs, targets[0][1], operation.name)
     return partial(_run_and_copy, call, targets, operation.name)
 
 
@@ -269,12 +276,30 @@ def _run_and_copy(call: Callable[[], Any], targets: list[tuple[int, Tensor]], na
     outputs = (made,) if isinstance(made, Tensor) else list(_flat(made))
     for at, target in targets:
         if outputs[at].shape != target.shape:
-            raise GraphError(
-                f"{name} made shape {list(outputs[at].shape)} on replay but {list(target.shape)} when "
-                f"recorded; a recorded operation must give the same shape every time: pad its result to a "
-                f"fixed size"
-            )
+            raise _changed_shape(name, outputs[at], target)
         target.copy_(outputs[at])
+
+
+def _one_result_copied(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Tensor, name: str
+) -> Callable[[], None]:
+    """The same for an operation that makes one tensor, as matrix products do: a call with nothing to look up."""
+    shape, put = target.shape, target.copy_
+
+    def run() -> None:
+        made = func(*args, **kwargs)
+        if made.shape != shape:
+            raise _changed_shape(name, made, target)
+        put(made)
+
+    return run
+
+
+def _changed_shape(name: str, made: Tensor, target: Tensor) -> GraphError:
+    return GraphError(
+        f"{name} made shape {list(made.shape)} on replay but {list(target.shape)} when recorded; a recorded "
+        f"operation must give the same shape every time: pad its result to a fixed size"
+    )
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -152,6 +152,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._constant(name, args[0])
         passed = {t.untyped_storage()._cdata for t in tensors if not is_opaque(t)}
         fresh = [out if isinstance(out, Tensor) and self._is_new(out, passed) else None for out in outputs]
+        made = fresh if func._schema.returns else []
+        if hasattr(func, "prepare") and self._can_be_prepared(func, args, kwargs, made, written):
+            self._append(name, "prepared", func, frozen_args, frozen_kwargs, made, reads, writes)
+            return result
         if written or not any(out is not None for out in fresh):
             if written or func.namespace not in ("aten", "prims") or not outputs:
                 self._append(name, "in_place", func, frozen_args, frozen_kwargs, fresh, reads, writes)
@@ -167,6 +171,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         self._functional(name, func, args, kwargs, frozen_args, frozen_kwargs, fresh, reads)
         return result
+
+    def _can_be_prepared(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: list[Tensor | None],
+        written: list[Tensor],
+    ) -> bool:
+        """Whether all results are new tensors, and the prepared call gives the same bits where it can be tried."""
+        made = [out for out in results if out is not None]
+        if len(made) != len(results):
+            return False
+        if written:  # running it once more would change what it writes
+            return True
+        scratch = tuple(self._scratch(out) for out in made)
+        func.prepare(*args, **kwargs, out=scratch)[0]()
+        return all(same_bits(a, b) for a, b in zip(scratch, made, strict=True))
 
     def _functional(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
 import time
@@ -99,13 +101,35 @@ class _Job:
     record: Array | None
 
 
+_WORKERS: weakref.WeakSet[_Worker] = weakref.WeakSet()
+"""Threads that may be under way."""
+
+_LAST_LAUNCH = (1 << 62) - 1
+"""A number above that of every launch, for the doorbell at the end of the process."""
+
+_LONGEST_STEP = 10.0
+"""Seconds for which the end of the process waits for a step under way."""
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Let every thread end before the interpreter does: one that is stopped within torch takes the process down."""
+    for worker in list(_WORKERS):
+        if worker.memory.process == os.getpid():
+            worker.memory.store(Words.DOORBELL, _LAST_LAUNCH)
+            worker.jobs.put(None)
+            worker.thread.join(_LONGEST_STEP)
+
+
 class _Worker:
     """The thread of one mailbox, which runs its launches one after another."""
 
     def __init__(self, memory: LoopMemory) -> None:
+        self.memory = memory
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=_work, args=(memory, self.jobs), name="mainspring-loop", daemon=True)
         self.thread.start()
+        _WORKERS.add(self)
 
 
 def _work(memory: LoopMemory, jobs: queue.SimpleQueue[_Job | None]) -> None:

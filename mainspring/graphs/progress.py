@@ -9,8 +9,11 @@ __all__ = ["track"]
 
 
 def track(sizes: Sequence[int], description: str, enabled: bool) -> Iterator[int]:
-    """Yield `sizes` behind a progress bar on stderr, if `enabled`, on a terminal and with `rich`."""
-    if not enabled or not sys.stderr.isatty():
+    """Yield `sizes` behind a progress bar on stderr, if `enabled`, on a terminal and with `rich`.
+
+    There is no bar for a single size: it would say nothing, and flash by.
+    """
+    if not enabled or len(sizes) < 2 or not sys.stderr.isatty():
         yield from sizes
         return
     try:
@@ -23,6 +26,6 @@ def track(sizes: Sequence[int], description: str, enabled: bool) -> Iterator[int
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=len(sizes))
         for size in sizes:
-            bar.update(task, description=f"{description}: {size} rows")
+            bar.update(task, description=f"{description}: {size} {'row' if size == 1 else 'rows'}")
             yield size
             bar.advance(task)

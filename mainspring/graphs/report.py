@@ -50,7 +50,7 @@ class Operation:
     Attributes:
         index: position in the list.
         name: such as "aten::addmm", or the kind of node of a CUDA graph.
-        kind: how it is replayed: "out", "in_place", "copy", "run_and_copy" (CPU); "kernel", "memcpy", ...
+        kind: how it is replayed: "out", "in_place", "copy", "run_and_copy", "prepared" (CPU); "kernel", "memcpy", ...
             (CUDA).
         tensors: what it reads and writes; empty for a CUDA node, whose parameters are not read here.
         handle: CUDA node handle as an integer, or None.

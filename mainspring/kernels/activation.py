@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from mainspring.kernels.library import register
+from mainspring.kernels.library import Prepared, register
 
 
-def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
-    """What :func:`silu_and_mul` computes, in plain torch."""
+def prepare_silu_and_mul(gate_up: Tensor, out: Sequence[Tensor] | None = None) -> Prepared:
+    """:func:`silu_and_mul` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    (product,) = out or (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),)
+
+    def run() -> None:
+        torch._C._nn.silu(gate, out=product)  # type: ignore[call-arg]
+        product.mul_(up)
+
+    return run, (product,)
 
 
 _silu_and_mul = register(
     "silu_and_mul(Tensor gate_up) -> Tensor",
-    cpu=silu_and_mul_reference,
+    prepare=prepare_silu_and_mul,
     cuda="mainspring.kernels.triton.activation:silu_and_mul",
 )
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mainspring.kernels.decode_cpu import prepare_decode_attention, prepare_rope_and_decode_attention
 from mainspring.kernels.kv_cache import check_slots
 from mainspring.kernels.library import register
 from mainspring.kernels.rope import rope_and_cache
@@ -35,35 +36,6 @@ def paged_view(cache: Tensor, table: list[int], start: int, stop: int) -> Tensor
         (0, head_dim, entry, 1),
         cache.storage_offset() + (lowest * block_size + skip) * entry,
     )
-
-
-def decode_attention_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-) -> Tensor:
-    """What :func:`decode_attention` computes, in plain torch, row by row."""
-    batch, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
-    # The heads that share a key head are its queries: one small product for all of them.
-    queries = q.reshape(batch, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    attended = []
-    tables: list[list[int]] = block_tables.tolist()
-    for query, table, length in zip(queries.unbind(0), tables, seq_lens.tolist(), strict=True):
-        if length <= 0:
-            attended.append(torch.zeros_like(query))
-            continue
-        start = max(0, length - window) if window > 0 else 0
-        k = paged_view(k_cache, table, start, length)
-        v = paged_view(v_cache, table, start, length)
-        attended.append(F.scaled_dot_product_attention(query, k, v, scale=scale))
-    if not attended:
-        return torch.empty_like(q)
-    return torch.cat(attended).view(batch, num_heads, head_dim)
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
@@ -122,7 +94,7 @@ def prefill_attention_reference(
     return out
 
 
-def rope_and_decode_attention_reference(
+def rope_then_decode_attention(
     qkv: Tensor,
     cos_sin: Tensor,
     positions: Tensor,
@@ -146,16 +118,16 @@ def rope_and_decode_attention_reference(
 _decode_attention = register(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
     "float scale, int window=0) -> Tensor",
-    cpu=decode_attention_reference,
+    prepare=prepare_decode_attention,
     cuda="mainspring.kernels.triton.decode_attention:decode_attention",
 )
 _rope_and_decode_attention = register(
     "rope_and_decode_attention(Tensor qkv, Tensor cos_sin, Tensor positions, Tensor slots, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor block_tables, Tensor seq_lens, float scale, int window=0, Tensor? q_weight=None, "
     "Tensor? k_weight=None, float eps=0.0, bool settled=False) -> Tensor",
-    cpu=rope_and_decode_attention_reference,
+    prepare=prepare_rope_and_decode_attention,
     cuda="mainspring.kernels.triton.decode_attention:rope_and_decode_attention",
-    plain=rope_and_decode_attention_reference,
+    plain=rope_then_decode_attention,
 )
 _prefill_attention = register(
     "prefill_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor query_starts, "

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from mainspring.kernels.library import register
 
-_FEW_ROWS = 4
+
+def flat_cache(cache: Tensor) -> Tensor:
+    """A layer's keys or values by slot: ``[slots, kv_heads, head_dim]``, a view."""
+    return cache.view(-1, *cache.shape[2:])
+
+
+def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """What :func:`write_kv` does, in plain torch, with caches from :func:`flat_cache`."""
+    if min(slots.tolist(), default=0) < 0:
+        owned = slots >= 0
+        slots, k, v = slots[owned], k[owned], v[owned]
+    keys.index_copy_(0, slots, k)
+    values.index_copy_(0, slots, v)
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """What :func:`write_kv` does, in plain torch."""
-    flat_k = k_cache.view(-1, *k.shape[1:])
-    flat_v = v_cache.view(-1, *v.shape[1:])
-    if slots.numel() <= _FEW_ROWS:
-        for row, slot in enumerate(slots.tolist()):
-            if slot >= 0:
-                flat_k[slot] = k[row]
-                flat_v[slot] = v[row]
-        return
-    owned = slots >= 0
-    if not bool(owned.all()):
-        slots, k, v = slots[owned], k[owned], v[owned]
-    flat_k.index_copy_(0, slots.long(), k)
-    flat_v.index_copy_(0, slots.long(), v)
+    store(k, v, flat_cache(k_cache), flat_cache(v_cache), slots)
 
 
 _write_kv = register(

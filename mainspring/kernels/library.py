@@ -14,6 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+#: A call over given tensors that is ready to be made again and again, and the tensors that it writes its results to.
+Prepared = tuple[Callable[[], None], tuple[Tensor, ...]]
 
 _LIBRARY = torch.library.Library("mainspring", "FRAGMENT")
 
@@ -27,25 +31,51 @@ def fast_path() -> bool:
 
 
 def register(
-    schema: str, *, cpu: Callable[..., Any], cuda: str, plain: Callable[..., Any] | None = None
+    schema: str,
+    *,
+    cuda: str,
+    cpu: Callable[..., Any] | None = None,
+    prepare: Callable[..., Prepared] | None = None,
+    plain: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Define one operation and return the callable that runs it.
 
+    A step on the CPU makes hundreds of calls over the same tensors, and what they cost is mostly Python: crossing the
+    dispatcher and making views. An operation that is given as ``prepare`` does its views once and is then called
+    without the dispatcher where a recording is replayed; everywhere else it is prepared and called at once, so that
+    both compute the same.
+
     Args:
         schema: name and schema in torch's syntax, such as ``"neg(Tensor x) -> Tensor"``.
-        cpu: the implementation for CPU tensors, which is the reference.
+        cpu: the implementation for CPU tensors; this or ``prepare`` is given.
+        prepare: takes the operation's arguments and ``out``, tensors for its results or None for new ones; returns
+            the call and the results. It is the returned operation's attribute ``prepare``, which is where a recorder
+            of operations finds it.
         cuda: ``"module:function"`` of the implementation for CUDA tensors, imported at its first use, so
             that a machine without Triton can import this room.
         plain: what CUDA tensors get instead where ``fast_path`` is off: other operations of this room, or of
             torch.
     """
     name = schema.split("(", 1)[0]
+    if (cpu is None) == (prepare is None):
+        raise ValueError(f"operation {name!r} needs an implementation for the CPU: give cpu or prepare, not both")
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, cpu if prepare is None else _prepared_and_called(prepare), "CPU")
     fast = _imported_at_first_use(cuda)
     _LIBRARY.impl(name, fast if plain is None else _switched(fast, plain), "CUDA")
     operation: Callable[..., Any] = getattr(torch.ops.mainspring, name).default
+    if prepare is not None:
+        operation.prepare = prepare  # type: ignore[attr-defined]
     return operation
+
+
+def _prepared_and_called(prepare: Callable[..., Prepared]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        run, results = prepare(*args)
+        run()
+        return results[0] if len(results) == 1 else results or None
+
+    return call
 
 
 def _switched(fast: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

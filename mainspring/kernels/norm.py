@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from mainspring.kernels.library import register
+from mainspring.kernels.library import Prepared, register
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What :func:`rms_norm` computes, in plain torch: statistics in fp32, the weight in x's dtype."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype) * weight
+class Normalisation:
+    """What :func:`rms_norm` computes, for a given weight: statistics in fp32, the weight in the dtype of what comes."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._part = weight, 1 / weight.shape[0]
+        self._eps = torch.full((), eps, dtype=torch.float32, device=weight.device)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write the norm of ``x`` ``[..., n]`` into ``out``."""
+        wide = x if x.dtype == torch.float32 else x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, length, length, value=self._part).rsqrt_()
+        if wide is x:
+            torch.mul(wide, scale, out=out).mul_(self._weight)
+        else:
+            torch.mul((wide * scale).to(x.dtype), self._weight, out=out)
 
 
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What :func:`add_rms_norm` computes, in plain torch."""
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total
+def prepare_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Sequence[Tensor] | None = None) -> Prepared:
+    """:func:`rms_norm` in plain torch."""
+    (normed,) = out or (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
+    return partial(Normalisation(weight, eps), x, normed), (normed,)
+
+
+def prepare_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Sequence[Tensor] | None = None
+) -> Prepared:
+    """:func:`add_rms_norm` in plain torch."""
+    normed, total = out or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    normalise = Normalisation(weight, eps)
+
+    def run() -> None:
+        torch.add(x, residual, out=total)
+        normalise(total, normed)
+
+    return run, (normed, total)
 
 
 _rms_norm = register(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    cpu=rms_norm_reference,
+    prepare=prepare_rms_norm,
     cuda="mainspring.kernels.triton.norm:rms_norm",
 )
 _add_rms_norm = register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    cpu=add_rms_norm_reference,
+    prepare=prepare_add_rms_norm,
     cuda="mainspring.kernels.triton.norm:add_rms_norm",
 )
 

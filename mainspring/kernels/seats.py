@@ -22,9 +22,9 @@ def gather_seats_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`gather_seats` computes, in plain torch."""
     seats = torch.where(rows < 0, state.shape[1] - 1, rows).to(torch.int64)
-    token_ids, positions, alive = state[:3, seats]
+    token_ids, positions, alive = state[:3].index_select(1, seats).unbind(0)
     positions = positions.to(torch.int64)
-    blocks = block_tables[seats]
+    blocks = block_tables.index_select(0, seats)
     max_blocks = blocks.shape[1]
     column = torch.div(positions, block_size, rounding_mode="floor").clamp(max=max_blocks - 1)
     block = blocks.gather(1, column.unsqueeze(1)).squeeze(1)
@@ -55,11 +55,11 @@ def advance_seats_reference(
 ) -> None:
     """What :func:`advance_seats` does, in plain torch."""
     advanced = state[:5]
-    before = advanced[:, seats]
-    _, positions, alive, remaining, min_remaining = before
+    before = advanced.index_select(1, seats)
+    _, positions, alive, remaining, min_remaining = before.unbind(0)
     sampled = tokens.to(torch.int32)
     may_stop = min_remaining <= 0
-    stops = (stop_ids[:, seats] == sampled).any(dim=0) & may_stop
+    stops = (stop_ids.index_select(1, seats) == sampled).any(dim=0) & may_stop
     exhausted = remaining <= 1
     status = torch.where(stops, STOPPED, torch.where(exhausted, EXHAUSTED, RUNNING))
     goes_on = (~stops & ~exhausted).to(torch.int32)

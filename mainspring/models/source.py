@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import importlib.util
 import re
@@ -67,7 +68,7 @@ def resolve(model: str | Path, *, weights: bool = True) -> ModelSource:
     if not _HUB_NAME.fullmatch(repository):
         raise ModelError(
             f"there is no file or folder {name!r}, and it is no hub name either; give a folder, a .gguf "
-            f"file, owner/name, or {EMBEDDED_MODEL!r} for the embedded model"
+            f"file, owner/name, or {EMBEDDED_MODEL!r} for the embedded model{_suggestion(name)}"
         )
     if file:
         return _from_file(_download_file(repository, f"{file}.gguf", name), name)
@@ -142,5 +143,12 @@ def _unreachable(name: str, error: Exception) -> ModelError:
     return ModelError(
         f"{name!r} is no local file or folder, and the hub does not give it: {type(error).__name__}: "
         f"{str(error).strip().splitlines()[0] if str(error).strip() else ''} "
-        "(with HF_HUB_OFFLINE=1 only what is in the hub cache can be used)"
+        f"(with HF_HUB_OFFLINE=1 only what is in the hub cache can be used){_suggestion(name)}"
     )
+
+
+def _suggestion(name: str) -> str:
+    """A question where the name may be a slip of the embedded model's, else nothing."""
+    plain = re.sub(r"[\s._-]", "", name.lower())
+    near = difflib.get_close_matches(plain, [EMBEDDED_MODEL], cutoff=0.75)
+    return f"; did you mean {EMBEDDED_MODEL!r}?" if near else ""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import mainspring
 
+SET_BY_US = ("GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE", "OMP_WAIT_POLICY")
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HEAVY = ("torch", "transformers", "triton", "numpy", "gguf")
 
 
@@ -42,3 +46,47 @@ def test_version_is_printed() -> None:
 def test_an_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'LML'"):
         _ = mainspring.LML
+
+
+PROBE = """
+import os
+import mainspring
+print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("THP_MEM_ALLOC_ENABLE"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({}, "2000 1"),
+        ({"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0"}, "7 0"),
+        ({"OMP_WAIT_POLICY": "active"}, "None 1"),
+    ],
+)
+def test_threads_and_pages_are_set_unless_the_user_chose(chosen: dict[str, str], told: str) -> None:
+    unset = {name: value for name, value in os.environ.items() if name not in SET_BY_US}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        env={**unset, **chosen},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == told
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.is_file() or "[never]" in LARGE_PAGES.read_text(), reason="this kernel gives no large pages"
+)
+@pytest.mark.parametrize("setting", ["1", "0"])
+def test_tensors_lie_in_large_pages(setting: str) -> None:
+    code = (
+        "import mainspring, torch; x = torch.ones(16 << 20); "
+        "print(*[line for line in open('/proc/self/smaps_rollup') if line.startswith('AnonHugePages')])"
+    )
+    if "[always]" in LARGE_PAGES.read_text() and setting == "0":
+        pytest.skip("this kernel gives large pages to all memory")
+    unset = {name: value for name, value in os.environ.items() if name not in SET_BY_US}
+    env = unset if setting == "1" else {**unset, "THP_MEM_ALLOC_ENABLE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert (int(done.stdout.split()[1]) > 32 << 10) == (setting == "1")

@@ -317,6 +317,19 @@ def test_the_progress_bar_passes_every_rung_on(monkeypatch: pytest.MonkeyPatch) 
     assert list(track([8, 4, 1], "recording", enabled=False)) == [8, 4, 1]
 
 
+def test_the_progress_bar_counts_in_words_and_is_not_shown_for_a_single_rung(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(track([1], "recording", enabled=True)) == [1]
+    assert capsys.readouterr().err == ""
+    assert list(track([2, 1], "recording", enabled=True)) == [2, 1]
+    shown = capsys.readouterr().err
+    assert "1 row " in shown and "1 rows" not in shown
+
+
 # Addresses
 
 

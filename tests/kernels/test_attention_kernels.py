@@ -4,13 +4,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_formulas import assert_close, naive_decode, naive_prefill, paged_case
+from naive_formulas import PagedCase, assert_close, naive_decode, naive_prefill, paged_case
 
-from mainspring.kernels import decode_attention, prefill_attention
+from mainspring.kernels import (
+    decode_attention,
+    decode_cpu,
+    prefill_attention,
+    rope_and_cache,
+)
+from mainspring.kernels.attention import rope_and_decode_attention
+from mainspring.kernels.decode_cpu import PIECE, prepare_decode_attention
 
 BLOCK = 16
 EDGES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def slot_of(case: PagedCase, row: int, position: int) -> int:
+    return int(case.block_tables[row, position // BLOCK]) * BLOCK + position % BLOCK
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,3 +144,65 @@ def test_more_queries_than_keys_is_an_error_that_says_so() -> None:
         prefill_attention(
             torch.randn(3, 1, 16), case.k_cache, case.v_cache, case.block_tables, starts, case.seq_lens, 1.0
         )
+
+
+def test_decode_of_long_and_short_rows_together_is_that_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys go through in pieces, several of a row, and pieces in slabs: none may show in the bits of a row."""
+    lengths = [PIECE - 1, 700, 0, PIECE, PIECE + 1, 3 * PIECE, 1]
+    case = paged_case(lengths, block_size=BLOCK, kv_heads=3, head_dim=64, dtype=torch.float32)
+    q = torch.randn(len(lengths), 9, 64)
+
+    def attend(rows: slice, window: int) -> torch.Tensor:
+        return decode_attention(
+            q[rows], case.k_cache, case.v_cache, case.block_tables[rows], case.seq_lens[rows], 0.125, window
+        )
+
+    for window in (0, 130):
+        together = attend(slice(None), window)
+        assert_close(together, naive_decode(q, case, 0.125, window))
+        for row in range(len(lengths)):
+            assert torch.equal(attend(slice(row, row + 1), window)[0], together[row])
+        with monkeypatch.context() as patch:
+            patch.setattr(decode_cpu, "SLAB_BYTES", 2 * 3 * PIECE * 64 * 4)
+            assert torch.equal(attend(slice(None), window), together)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_and_decode_are_the_two_operations_that_they_stand_for(dtype: torch.dtype, norm: bool) -> None:
+    case = paged_case([5, 70, 0], block_size=BLOCK, kv_heads=2, head_dim=32, dtype=dtype)
+    qkv, cos_sin = torch.randn(3, 8 * 32).to(dtype), torch.randn(128, 32)
+    positions, slots = torch.tensor([4, 69, 0]), torch.tensor([slot_of(case, 0, 4), slot_of(case, 1, 69), -1])
+    weights = (torch.randn(32).to(dtype), torch.randn(32).to(dtype), 1e-5) if norm else ()
+    caches = [(case.k_cache.clone(), case.v_cache.clone()) for _ in range(2)]
+    both = rope_and_decode_attention(
+        qkv, cos_sin, positions, slots, *caches[0], case.block_tables, case.seq_lens, 0.2, 0, *weights
+    )
+    q = rope_and_cache(qkv, cos_sin, positions, slots, *caches[1], *weights)
+    apart = decode_attention(q, *caches[1], case.block_tables, case.seq_lens, 0.2)
+    assert_close(both, apart.double(), dtype)
+    for ours, theirs in zip(caches[0], caches[1], strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+def test_decode_follows_tables_and_lengths_that_were_changed_in_place() -> None:
+    """A recorded step asks again and again with the same tensors, and what they hold changes."""
+    case = paged_case([40, 40], block_size=BLOCK, kv_heads=1, head_dim=16, dtype=torch.float32)
+    q = torch.randn(2, 2, 16)
+    run, (out,) = prepare_decode_attention(q, case.k_cache, case.v_cache, case.block_tables, case.seq_lens, 0.25)
+    run()
+    before = out.clone()
+    case.block_tables.copy_(case.block_tables.flip(0).clone())
+    run()
+    case.keys.reverse()
+    case.values.reverse()
+    assert not torch.equal(out, before)
+    assert_close(out, naive_decode(q, case, 0.25, 0))
+    case.seq_lens.fill_(33)
+    run()
+    short = [entries[:33] for entries in (*case.keys, *case.values)]
+    case.keys[:], case.values[:] = short[:2], short[2:]
+    assert_close(out, naive_decode(q, case, 0.25, 0))
+    case.seq_lens.zero_()
+    run()
+    assert torch.equal(out, torch.zeros_like(out))

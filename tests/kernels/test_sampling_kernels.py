@@ -10,7 +10,7 @@ from naive_formulas import naive_kept
 
 from mainspring.kernels import greedy, mask_stop_ids, sample
 from mainspring.kernels.filters import descending_order, filter_cut_reference, may_draw
-from mainspring.kernels.sampling import sample_reference
+from mainspring.kernels.sampling import greedy_reference, sample_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -215,3 +215,18 @@ def test_a_row_that_is_not_finite_gives_an_id_and_leaves_the_others_alone(
     tokens = draw(logits, **settings)
     assert 0 <= int(tokens[1]) < 300
     assert tokens[[0, 2]].tolist() == expected[[0, 2]].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_on_a_cpu_is_the_reference_with_ties_infinities_and_nans(dtype: torch.dtype) -> None:
+    logits = torch.randn(6, 1001).to(dtype)
+    logits[1, [900, 17, 500]] = 9.0
+    logits[2].fill_(-torch.inf)
+    logits[3, 400] = torch.inf
+    logits[4, [30, 20]] = torch.nan
+    logits[5, 3:] = -torch.inf
+    wide = torch.zeros(6, 2002, dtype=dtype)
+    wide[:, ::2] = logits
+    for each in (logits, wide[:, ::2]):
+        assert greedy(each).tolist() == greedy_reference(logits).tolist()
+    assert greedy(logits)[1:5].tolist() == [17, 0, 400, 20]

