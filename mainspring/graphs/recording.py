@@ -80,7 +80,8 @@ class RecordedOperation:
     Attributes:
         index: position in the list. Operations of a body or a child graph follow the operation that holds them.
         kind: "kernel", "memcpy", "memset", "graph" (a child graph), "conditional", "host", "empty", ... on a GPU; on a
-            CPU how it is replayed: "out", "in_place", "copy", "run_and_copy".
+            CPU how it is replayed: "out", "in_place", "copy", "run_and_copy",
+            "prepared".
         name: readable.
         symbol: the name as the driver has it, where that differs; else None.
         grid: blocks in x, y, z, or None for what is no kernel.
