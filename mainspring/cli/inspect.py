@@ -117,6 +117,8 @@ def _one(engine: EngineOptions, given: Sequence[str], batch: int, steps: int, sa
         return _load(given[0])
     if given and engine.model not in (DEFAULT_MODEL, given[0]):
         raise ValueError(f"two models, {given[0]!r} and --model {engine.model!r}; give one")
+    if engine.enforce_eager:  # told before seconds of loading
+        raise ValueError("an eager engine records nothing that could be inspected; leave --enforce-eager out")
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)  # before torch is imported
     with _named(given[0] if given else engine.model) as (title, model, load_format):
         from mainspring import LLM

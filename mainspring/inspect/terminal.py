@@ -203,7 +203,8 @@ def timeline_table(inspection: Inspection) -> Table:
 def audit_lines(inspection: Inspection) -> Iterator[RenderableType]:
     """What the audits found; words within structs that only look like addresses apart."""
     for name, found in inspection.audits.items():
-        verdict = "nothing found" if found.ok else f"{len(found.findings)} findings"
+        count = len(found.findings)
+        verdict = "nothing found" if found.ok else f"{count} finding{'s' if count > 1 else ''}"
         text = (
             f"Audit of {name}: {verdict} in {found.rungs} rungs, {found.addresses} pointers, {found.struct_addresses} "
             f"addresses within structs; {found.unresolved} words there that only look like some; "
