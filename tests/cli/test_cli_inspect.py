@@ -84,7 +84,7 @@ def test_findings_are_shown_and_make_the_exit_status_1(tmp_path: Path) -> None:
     recordings.inspection().save(tmp_path / "bad.json")
     done = run(tmp_path / "bad.json")
     assert done.exit_code == 1
-    assert "1 findings in 4 rungs, 100 pointers, 7 addresses within structs; 11 words" in " ".join(done.stdout.split())
+    assert "1 finding in 4 rungs, 100 pointers, 7 addresses within structs; 11 words" in " ".join(done.stdout.split())
     assert "moved: " in done.stdout and "operation 17 sample_kernel" in done.stdout
 
 
