@@ -209,8 +209,7 @@ class GraphRunner:
         """
         rows = self._count_rows(inputs)
         rung = self.ladder.rung_for(rows)
-        if self.buffers.generation != self._generation:
-            self.recapture("a buffer was accepted at a new address")
+        self._follow_buffers()
         self._check_addresses(rung)
         self._load(inputs, rows, rung)
         return rung
@@ -230,8 +229,7 @@ class GraphRunner:
             raise GraphError(
                 f"runner {self.name!r} has enforce_eager=True, so it records nothing that could be repeated"
             )
-        if self.buffers.generation != self._generation:
-            self.recapture("a buffer was accepted at a new address")
+        self._follow_buffers()
         self.capture([size])
         return self.graphs[size]
 
@@ -358,8 +356,7 @@ class GraphRunner:
     def _run(self, inputs: Mapping[str, Tensor | Sequence[Any]], rows: int) -> Any:
         """One step of at most the top rung's rows."""
         rung = self.ladder.rung_for(rows)
-        if self.buffers.generation != self._generation:
-            self.recapture("a buffer was accepted at a new address")
+        self._follow_buffers()
         self._check_addresses(rung)
         graph = None
         if not self.enforce_eager:
@@ -385,6 +382,11 @@ class GraphRunner:
         copied = self._put(inputs, rows, rung)
         self.counters.uploads += sum(copied)
         self.counters.uploads_skipped += len(copied) - sum(copied)
+
+    def _follow_buffers(self) -> None:
+        """Record again where a buffer was accepted at a new address."""
+        if self.buffers.generation != self._generation:
+            self.recapture("a buffer was accepted at a new address")
 
     def _check_addresses(self, rung: int) -> None:
         """Cheap check of inputs and outputs; of everything that the rung uses when auditing is on."""
