@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from mainspring.graphs.dispatch import DispatchMode
 
 
-class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationCounter(DispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations other than views, each of which is at least one kernel launch on a GPU."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operations = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Not to be wrapped for torch.compile, which would import all of it (a second) at the first operation."""
-        return False
 
     def __torch_dispatch__(
         self,

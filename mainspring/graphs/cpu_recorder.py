@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainspring.graphs.buffers import holders, is_opaque
 from mainspring.graphs.cpu_program import Program, RecordedOp, Storage, TensorRef, map_structure, tensors_in
@@ -24,6 +23,7 @@ from mainspring.graphs.cpu_rules import (
     written_tensors,
 )
 from mainspring.graphs.cpu_watch import MemoryWatch
+from mainspring.graphs.dispatch import DispatchMode
 from mainspring.graphs.errors import CaptureError
 
 __all__ = ["Recorder"]
@@ -35,7 +35,7 @@ _UNSEEN = (
 )
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     """Builds a `Program` from the operations that run while it is entered.
 
     Views are recognised by the storage they share, not by schema. Tensors made by the run are held until
@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, watch: Sequence[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.inside_operation = False
         self._program = Program([], [])
         self._index: dict[int, int] = {}  # identity of a StorageImpl made by the run -> number
@@ -79,11 +79,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 found.append(f"{shape} made by operation {storage.first} {maker}")
         return found
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Not to be wrapped for torch.compile, which would import all of it (a second) at the first operation."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

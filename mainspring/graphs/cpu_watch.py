@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainspring.graphs.buffers import is_opaque
 from mainspring.graphs.cpu_program import tensors_in
+from mainspring.graphs.dispatch import DispatchMode
 from mainspring.graphs.errors import CaptureError
 
 __all__ = ["WATCH_LIMIT", "MemoryWatch", "Observer", "refuse_host_access"]
@@ -31,18 +31,13 @@ _HOST_ACCESS = {
 }
 
 
-class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Observer(DispatchMode):  # type: ignore[no-untyped-call]
     """Collects the small tensors that a run uses, so that a later recording can follow them from its
     start."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: dict[int, Tensor] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """See `Recorder`: wrapping would import torch.compile."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

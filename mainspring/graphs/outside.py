@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainspring.graphs.buffers import holders, is_opaque
 from mainspring.graphs.cpu_program import Program, tensors_in
 from mainspring.graphs.cpu_rules import written_tensors
+from mainspring.graphs.dispatch import DispatchMode
 from mainspring.graphs.spans import Span
 
 __all__ = ["OutsideObserver", "OutsideTensor", "holders_by_storage", "outside_of", "outside_spans"]
@@ -93,21 +93,16 @@ def _weakly(storage: torch.UntypedStorage) -> Any:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-class OutsideObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OutsideObserver(DispatchMode):  # type: ignore[no-untyped-call]
     """Notes the storages that a run takes from outside, by references that do not hold them.
 
     What is handed to a kernel behind the dispatcher, within a custom operation, is not seen.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: dict[int, OutsideTensor] = {}
         self._made: dict[int, Any] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Not to be wrapped for torch.compile, which would import all of it (a second) at the first operation."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

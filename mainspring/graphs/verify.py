@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cpu_program import TensorRef, tensors_in
 from mainspring.graphs.cpu_recorder import Recorder
 from mainspring.graphs.cpu_rules import same_bits, written_tensors
 from mainspring.graphs.cuda_graph import CudaGraph
+from mainspring.graphs.dispatch import DispatchMode
 from mainspring.graphs.errors import GraphError
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.reading import RecordedRunner
@@ -175,7 +175,7 @@ def first_difference(
     return None if left is None else OperationMismatch(index + 1, left[0], "eager runs it after the recording's end")
 
 
-class Exporter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Exporter(DispatchMode):  # type: ignore[no-untyped-call]
     """Copies what one operation of a run makes or writes, and counts the operations.
 
     Args:
@@ -183,15 +183,10 @@ class Exporter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, wanted: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.wanted = wanted
         self.names: list[str] = []
         self.exported: list[Tensor] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Not to be wrapped for torch.compile, which would import all of it (a second) at the first operation."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
