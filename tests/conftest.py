@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A GPU machine on which nothing can be installed may lack gguf; what reads GGUF files is not about GPUs.
-collect_ignore_glob = [] if importlib.util.find_spec("gguf") else ["models/test_gguf_*"]
-
 # Every recording that a test makes is compared with an eager run, bit for bit, and the addresses that it names are
 # looked at before each replay; a test that counts runs of its callable turns that off.
 os.environ.setdefault("MAINSPRING_VERIFY", "1")
