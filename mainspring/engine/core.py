@@ -25,7 +25,7 @@ from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.limits import EngineLimits, choose_device, choose_launch_mode, derive_limits
 from mainspring.engine.loop_driver import LoopDriver
 from mainspring.engine.loops import Loops, RunningLoop
-from mainspring.engine.memory import plan_memory, record_ladder
+from mainspring.engine.memory import give_back_memory, plan_memory, record_ladder
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.pipeline import Pipeline
 from mainspring.engine.request import Request
@@ -357,6 +357,8 @@ class EngineCore:
             if not isinstance(self._failure, LoopError):  # a device that is lost, or busy for ever, gives nothing back
                 self.runner.deallocate()
             del self.runner, self.pipeline
+            if os.getpid() == self._process and self._failure is None:
+                give_back_memory(self.limits.device)
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:
