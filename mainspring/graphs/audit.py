@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -145,7 +145,8 @@ class _Book:
 
     def is_kind(self, *kinds: str) -> npt.NDArray[np.bool_]:
         """Which entries are of one of these kinds; [n] bool."""
-        return np.array([*(kind in kinds for kind in self.kind_names), False])[self.kinds]
+        which = [index for index, kind in enumerate(self.kind_names) if kind in kinds]
+        return np.isin(self.kinds, which)
 
     def is_owner(self, name: str) -> npt.NDArray[np.bool_]:
         """Which entries lie in what has this name; [n] bool."""
@@ -191,7 +192,7 @@ class Auditor:
     def __init__(self, runner: RecordedRunner) -> None:
         self._runner = runner
         self._books: dict[int, _Book] = {}
-        self._held: tuple[list[Sequence[OutsideTensor]], dict[int, int]] = [], {}
+        self._held: tuple[list[tuple[OutsideTensor, ...]], dict[int, int]] = [], {}
 
     def take(self, sizes: Iterable[int]) -> Recording:
         """Read the rungs in `sizes` as they are now, which is right after they were recorded."""

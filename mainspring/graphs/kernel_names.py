@@ -66,9 +66,9 @@ def parameter_types(symbol: str) -> tuple[str, ...] | None:
 def has_typed_pointers(symbol: str, told: bool) -> bool:
     """Whether a kernel follows every pointer among its parameters, so that one into nothing is a fault.
 
-    True for Triton's kernels, for our own, and for C++ kernels whose name tells the parameters' types. False for others,
-    where 8 bytes may be a number or left as they were, and for those of NVIDIA's libraries, which also take addresses of
-    scalars on the host that they do not follow (`cublasLt::splitKreduce_kernel`).
+    True for Triton's kernels, for our own, and for C++ kernels whose name tells the parameters' types. False for
+    others, where 8 bytes may be a number or left as they were, and for those of NVIDIA's libraries, which also take
+    addresses of scalars on the host that they do not follow (`cublasLt::splitKreduce_kernel`).
 
     Args:
         symbol: the name as the driver has it.

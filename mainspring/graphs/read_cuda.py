@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mainspring.graphs.cuda_nodes import GraphDriver, KernelFunction, KernelNode
 from mainspring.graphs.kernel_names import has_typed_pointers, parameter_types, readable
-from mainspring.graphs.recording import Dependency, RecordedOperation, RungRecording, Use, address_entries
+from mainspring.graphs.recording import AddressEntry, Dependency, RecordedOperation, RungRecording, Use, address_entries
 from mainspring.graphs.spans import Span, SpanMap
 
 __all__ = ["RANKS", "CudaReader"]
@@ -22,6 +23,11 @@ _REGION = 38
 """Words that share all but this many low bits (256 GiB) with a known address look like addresses of the device."""
 
 Words = npt.NDArray[np.uint64]
+
+_Word = tuple[int, int, int, bool, int]
+"""A word, its parameter, its offset in that, whether the parameter is a pointer, and the index of its span or -1."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -109,7 +115,9 @@ class CudaReader:
     _layouts: dict[KernelFunction, _Layout] = field(default_factory=dict)
     _strict: dict[KernelFunction, bool] = field(default_factory=dict)
     _edges: dict[tuple[int, str], Dependency] = field(default_factory=dict)
-    _uses: dict[tuple[int, int, int, bool], Use] = field(default_factory=dict)
+    _tuples: dict[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
+    _entries: dict[Any, AddressEntry] = field(default_factory=dict)
+    _uses: dict[_Word, Use] = field(default_factory=dict)
     _places: dict[int, Span] = field(default_factory=dict)
     _asked: dict[int, Span | None] = field(default_factory=dict)
     _regions: Words | None = None
@@ -128,7 +136,7 @@ class CudaReader:
         nodes: list[_Node] = []
         self._collect(graph, None, nodes)
         operations = tuple(self._operations(nodes))
-        book = address_entries(operations, self._places)
+        book = address_entries(operations, self._places, self._entries)
         return RungRecording(size, operations, book, pool_bytes, capture_seconds, executable_bytes, name)
 
     def _collect(self, graph: int, parent: int | None, nodes: list[_Node]) -> None:
@@ -141,7 +149,9 @@ class CudaReader:
         index: dict[int, int] = {}
         for handle in _ordered(listed, edges):
             kind = driver.kind(handle)
-            after = tuple([self._edge(index[source], edge) for source, edge in sorted(before.get(handle, ()))])
+            after = self._same(
+                tuple([self._edge(index[source], edge) for source, edge in sorted(before.get(handle, ()))])
+            )
             node = _Node(len(nodes), kind, kind, parent, after)
             index[handle] = node.index
             nodes.append(node)
@@ -163,6 +173,10 @@ class CudaReader:
             self._edges[key] = Dependency(operation, kind)
         return self._edges[key]
 
+    def _same(self, values: tuple[T, ...]) -> tuple[T, ...]:
+        """An equal tuple that was seen before, if any: fewer objects, which the garbage collector need not look at."""
+        return self._tuples.setdefault(values, values)
+
     def _operations(self, nodes: Sequence[_Node]) -> Iterable[RecordedOperation]:
         """Look all words of a graph up at once, then put the operations together."""
         words = self._look_up(nodes)
@@ -173,7 +187,7 @@ class CudaReader:
             kernel = node.kernel
             if kernel is not None:
                 for word in next(words):
-                    use = known_uses.get(word) or self._use(kernel.function, *word)
+                    use = known_uses.get(word) or self._use(kernel.function, word)
                     if use is None:
                         unresolved += 1
                     else:
@@ -183,8 +197,8 @@ class CudaReader:
                 kind=node.kind,
                 name=node.name,
                 symbol=kernel.function.symbol if kernel and kernel.function.symbol != node.name else None,
-                grid=kernel.grid if kernel else None,
-                block=kernel.block if kernel else None,
+                grid=self._same(kernel.grid) if kernel else None,
+                block=self._same(kernel.block) if kernel else None,
                 shared_memory=kernel.shared_memory if kernel else None,
                 parameters=kernel.function.sizes if kernel else (),
                 dependencies=node.dependencies,
@@ -194,11 +208,12 @@ class CudaReader:
                 note=node.note,
             )
 
-    def _look_up(self, nodes: Sequence[_Node]) -> Iterator[list[tuple[int, int, int, bool]]]:
+    def _look_up(self, nodes: Sequence[_Node]) -> Iterator[list[_Word]]:
         """For each kernel the words in its parameters that are, or look like, addresses, in order.
 
         Yields:
-            For each such word: the word, parameter, offset in it, and whether the parameter is a pointer.
+            For each such word: the word, parameter, offset in it, whether the parameter is a pointer, and the index of
+            its span or -1.
         """
         layouts: list[_Layout] = []
         parts: list[bytes] = []
@@ -217,13 +232,15 @@ class CudaReader:
         counts = [len(layout.at) for layout in layouts]
         at = np.concatenate([layout.at for layout in layouts]) + np.repeat(begins, counts)
         words = np.frombuffer(b"".join(parts), dtype=np.uint64)[at]
-        kept = np.flatnonzero((self.spans.find_all(words) >= 0) | self._look_like_addresses(words))
+        owners = self.spans.find_all(words)
+        kept = np.flatnonzero((owners >= 0) | self._look_like_addresses(words))
         found = list(
             zip(
                 words[kept].tolist(),
                 np.concatenate([layout.parameter for layout in layouts])[kept].tolist(),
                 np.concatenate([layout.offset for layout in layouts])[kept].tolist(),
                 np.concatenate([layout.pointer for layout in layouts])[kept].tolist(),
+                owners[kept].tolist(),
                 strict=True,
             )
         )
@@ -261,14 +278,17 @@ class CudaReader:
                 self._asked[address] = found
         return self._asked[address]
 
-    def _use(self, function: KernelFunction, address: int, parameter: int, offset: int, pointer: bool) -> Use | None:
+    def _use(self, function: KernelFunction, word: _Word) -> Use | None:
         """What a word of a kernel's parameters is; None for one that only looks like an address."""
-        span = self._place(address, pointer)
+        address, parameter, offset, pointer, known = word
+        span = self.spans.spans[known] if known >= 0 else None
+        if span is None or span.kind == "freed":
+            span = self._place(address, pointer)
         if span is None and not (pointer and self._is_strict(function)):
             return None
         use = Use(address, self._owner(address, span), parameter, offset, "pointer" if pointer else "struct")
         if span is not None:
-            self._uses[address, parameter, offset, pointer] = use
+            self._uses[word] = use
         return use
 
     def _touched(self, at: int, role: str, address: int, nbytes: int) -> Use:

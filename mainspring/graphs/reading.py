@@ -71,8 +71,12 @@ def read_graphs(
 def _in_use(rungs: Sequence[RungRecording], spans: Iterable[Span]) -> tuple[Span, ...]:
     """The spans that have a name or in which a recorded address lies, by address."""
     owners = {entry.owner for rung in rungs for entry in rung.addresses}
-    kept = {span for span in spans if span.kind == "buffer" or span.owner in owners}
-    return tuple(sorted(kept, key=lambda span: (span.address, -span.nbytes, span.owner)))
+    kept = {
+        (span.address, -span.nbytes, span.owner, span.kind): span
+        for span in spans
+        if span.kind == "buffer" or span.owner in owners
+    }
+    return tuple(kept[key] for key in sorted(kept))
 
 
 def _read_cuda(

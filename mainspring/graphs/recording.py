@@ -315,8 +315,19 @@ class Recording:
         )
 
 
-def address_entries(operations: Sequence[RecordedOperation], places: Mapping[int, Span]) -> tuple[AddressEntry, ...]:
-    """The address book of `operations`; `places` says in which span each address lies."""
+def address_entries(
+    operations: Sequence[RecordedOperation],
+    places: Mapping[int, Span],
+    shared: dict[Any, AddressEntry] | None = None,
+) -> tuple[AddressEntry, ...]:
+    """The address book of `operations`.
+
+    Args:
+        operations: the operation list.
+        places: in which span each address lies; the same for every call with the same `shared`.
+        shared: entries made so far, of which equal ones are used again: most are the same on every rung.
+    """
+    shared = {} if shared is None else shared
     users: dict[tuple[int | None, str], list[int]] = {}
     extents: dict[tuple[int | None, str], int] = {}
     typed: set[tuple[int | None, str]] = set()
@@ -337,10 +348,15 @@ def address_entries(operations: Sequence[RecordedOperation], places: Mapping[int
     book = []
     for address, owner in sorted(users, key=lambda key: (-1 if key[0] is None else key[0], key[1])):
         key = (address, owner)
-        span = None if address is None else places.get(address)
-        kind = "opaque" if address is None else "unknown" if span is None else span.kind
-        offset = 0 if address is None else None if span is None else address - span.address
-        book.append(AddressEntry(address, owner, kind, offset, tuple(users[key]), key in typed, extents.get(key)))
+        used, is_typed, nbytes = tuple(users[key]), key in typed, extents.get(key)
+        same = (address, owner, used, is_typed, nbytes)
+        entry = shared.get(same)
+        if entry is None:
+            span = None if address is None else places.get(address)
+            kind = "opaque" if address is None else "unknown" if span is None else span.kind
+            offset = 0 if address is None else None if span is None else address - span.address
+            entry = shared[same] = AddressEntry(address, owner, kind, offset, used, is_typed, nbytes)
+        book.append(entry)
     return tuple(book)
 
 
