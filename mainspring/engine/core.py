@@ -362,7 +362,9 @@ class EngineCore:
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:
-        """What the engine has done since it was made."""
+        """What the engine has done since it was made. Raises ``EngineError`` where it was closed."""
+        if "pipeline" not in self.__dict__:
+            self._check_alive()
         return self.pipeline.clock.stats(
             self.launch_mode, self.runner, self.scheduler, self._delivery.tokens, self.pipeline.driver
         )

@@ -68,8 +68,9 @@ class Pipeline:
         """Schedule and launch a step, or a loop of steps, and read back the oldest if enough are under way."""
         plan = self._scheduler.schedule(may_preempt=not self.in_flight)
         if plan is not None:
+            self.clock.starting(idle=not self.in_flight)
             step = self._launched(plan, held)
-            self.clock.launched(plan, step, idle=not self.in_flight)
+            self.clock.launched(plan, step)
             self.in_flight.append(step)
         head = self.in_flight[0] if self.in_flight else None
         if isinstance(head, LaunchedStep) and (plan is None or len(self.in_flight) > (0 if held else self.depth)):
