@@ -146,18 +146,20 @@ class _Book:
     def is_kind(self, *kinds: str) -> npt.NDArray[np.bool_]:
         """Which entries are of one of these kinds; [n] bool."""
         which = [index for index, kind in enumerate(self.kind_names) if kind in kinds]
-        return np.isin(self.kinds, which)
+        found: npt.NDArray[np.bool_] = np.isin(self.kinds, which)
+        return found
 
     def is_owner(self, name: str) -> npt.NDArray[np.bool_]:
         """Which entries lie in what has this name; [n] bool."""
-        return self.owners == (self.names.index(name) if name in self.names else -1)
+        return np.equal(self.owners, self.names.index(name) if name in self.names else -1)
 
 
 class _Uses:
     """Which operations use an owner or an address: read anew, each rung once, since only a finding needs to know."""
 
-    def __init__(self, runner: RecordedRunner) -> None:
+    def __init__(self, runner: RecordedRunner, books: Mapping[int, _Book]) -> None:
         self._runner = runner
+        self._books = books
         self._texts: dict[int, dict[str | int | None, list[str]]] = {}
 
     def of(self, sizes: Iterable[int], key: str | int) -> tuple[str, ...]:
@@ -166,7 +168,15 @@ class _Uses:
         runner = self._runner
         missing = {size: runner.graphs[size] for size in sizes if size not in self._texts and size in runner.graphs}
         if missing:
-            recording = read_graphs(missing, runner.buffers, runner.pool, name=runner.name, device=runner.device)
+            books = [self._books[size] for size in missing if size in self._books]
+            recording = read_graphs(
+                missing,
+                runner.buffers,
+                runner.pool,
+                name=runner.name,
+                device=runner.device,
+                expected={address for book in books for address in book.addresses[book.typed].tolist()},
+            )
             for rung in recording.rungs:
                 texts = self._texts[rung.size] = {}
                 for operation in rung.operations:
@@ -220,9 +230,9 @@ class Auditor:
                 continue
             change = self._runner.buffers.change(name)
             if change is not None:
-                raise StaleAddressError(name, *change, _Uses(self._runner).of([size], name))
+                raise StaleAddressError(name, *change, _Uses(self._runner, self._books).of([size], name))
         for _, outside, became in self._changed([size]):
-            uses = _Uses(self._runner).of([size], outside.owner) or (f"rung {size}: {outside.operation}",)
+            uses = _Uses(self._runner, self._books).of([size], outside.owner) or (f"rung {size}: {outside.operation}",)
             raise StaleAddressError(outside.owner, outside.recorded, became[1], uses)
 
     def audit(self, sizes: Iterable[int] | None = None) -> AuditReport:
@@ -233,7 +243,7 @@ class Auditor:
         missing = [size for size in sizes if size not in self._books]
         if missing:
             self.take(missing)
-        uses = _Uses(runner)
+        uses = _Uses(runner, self._books)
         findings = [*self._named_findings(sizes, uses), *self._outside_findings(sizes), *self._escaped(sizes)]
         if runner.pool.device.type == "cuda":
             told = {finding.owner for finding in findings}

@@ -27,7 +27,7 @@ Words = npt.NDArray[np.uint64]
 _Word = tuple[int, int, int, bool, int]
 """A word, its parameter, its offset in that, whether the parameter is a pointer, and the index of its span or -1."""
 
-T = TypeVar("T")
+T = TypeVar("T", bound=tuple[Any, ...])
 
 
 @dataclass(slots=True)
@@ -106,16 +106,18 @@ class CudaReader:
         driver: where nodes come from.
         spans: who owns which memory, as it is now.
         bodies: graphs inside of conditional nodes, by node handle, for a driver that does not tell.
+        expected: addresses that were pointers when they were recorded, and still are where nothing is there any more.
     """
 
     driver: GraphDriver
     spans: SpanMap
     bodies: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    expected: frozenset[int] = frozenset()
     found: list[Span] = field(default_factory=list)
     _layouts: dict[KernelFunction, _Layout] = field(default_factory=dict)
     _strict: dict[KernelFunction, bool] = field(default_factory=dict)
     _edges: dict[tuple[int, str], Dependency] = field(default_factory=dict)
-    _tuples: dict[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
+    _tuples: dict[Any, Any] = field(default_factory=dict)
     _entries: dict[Any, AddressEntry] = field(default_factory=dict)
     _uses: dict[_Word, Use] = field(default_factory=dict)
     _places: dict[int, Span] = field(default_factory=dict)
@@ -173,9 +175,10 @@ class CudaReader:
             self._edges[key] = Dependency(operation, kind)
         return self._edges[key]
 
-    def _same(self, values: tuple[T, ...]) -> tuple[T, ...]:
+    def _same(self, values: T) -> T:
         """An equal tuple that was seen before, if any: fewer objects, which the garbage collector need not look at."""
-        return self._tuples.setdefault(values, values)
+        same: T = self._tuples.setdefault(values, values)
+        return same
 
     def _operations(self, nodes: Sequence[_Node]) -> Iterable[RecordedOperation]:
         """Look all words of a graph up at once, then put the operations together."""
@@ -233,7 +236,10 @@ class CudaReader:
         at = np.concatenate([layout.at for layout in layouts]) + np.repeat(begins, counts)
         words = np.frombuffer(b"".join(parts), dtype=np.uint64)[at]
         owners = self.spans.find_all(words)
-        kept = np.flatnonzero((owners >= 0) | self._look_like_addresses(words))
+        looks = (owners >= 0) | self._look_like_addresses(words)
+        if self.expected:
+            looks |= np.isin(words, np.array(list(self.expected), dtype=np.uint64))
+        kept = np.flatnonzero(looks)
         found = list(
             zip(
                 words[kept].tolist(),
@@ -284,7 +290,7 @@ class CudaReader:
         span = self.spans.spans[known] if known >= 0 else None
         if span is None or span.kind == "freed":
             span = self._place(address, pointer)
-        if span is None and not (pointer and self._is_strict(function)):
+        if span is None and not (pointer and (address in self.expected or self._is_strict(function))):
             return None
         use = Use(address, self._owner(address, span), parameter, offset, "pointer" if pointer else "struct")
         if span is not None:

@@ -52,14 +52,23 @@ def read_graphs(
     *,
     name: str = "",
     device: torch.device | str = "cpu",
+    expected: Iterable[int] = (),
 ) -> Recording:
-    """The recordings of `graphs`, by size, which lie in `pool` and use `buffers`."""
+    """The recordings of `graphs`, by size, which lie in `pool` and use `buffers`.
+
+    Args:
+        graphs: by size.
+        buffers: the named ones.
+        pool: of the graphs.
+        name: of their runner.
+        device: as text or torch's.
+        expected: on a GPU, addresses that are known to have been pointers, whatever is there now.
+    """
     with held_collector(collect=False):  # objects by the ten thousand, none of them garbage
         if pool.device.type == "cuda":
             segments = snapshot(pool.device)
-            rungs, spans = _read_cuda(
-                graphs, SpanMap(cuda_spans(graphs.values(), buffers, pool, segments), RANKS), name
-            )
+            owned = SpanMap(cuda_spans(graphs.values(), buffers, pool, segments), RANKS)
+            rungs, spans = _read_cuda(graphs, owned, name, expected)
             pool_bytes = pool.nbytes_in(segments)
         else:
             rungs, spans = _read_cpu(graphs, buffers, pool, name)
@@ -80,7 +89,7 @@ def _in_use(rungs: Sequence[RungRecording], spans: Iterable[Span]) -> tuple[Span
 
 
 def _read_cuda(
-    graphs: Mapping[int, CpuGraph | CudaGraph], spans: SpanMap, name: str
+    graphs: Mapping[int, CpuGraph | CudaGraph], spans: SpanMap, name: str, expected: Iterable[int]
 ) -> tuple[list[RungRecording], list[Span]]:
     driver = cuda_driver()
     if driver is None:
@@ -88,7 +97,7 @@ def _read_cuda(
             "reading a CUDA graph needs the package cuda-bindings, which is not installed here; install it with "
             "`pip install cuda-bindings`"
         )
-    reader = CudaReader(driver, spans)
+    reader = CudaReader(driver, spans, expected=frozenset(expected))
     rungs = []
     for size, graph in graphs.items():
         if isinstance(graph, CudaGraph):
