@@ -42,8 +42,8 @@ def _message(message: Any, index: int) -> dict[str, Any]:
         raise RequestError(f"message {index} has the role {given.get('role')!r}; give a text such as 'user'")
     content = given.get("content")
     if isinstance(content, (list, tuple)):
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if not all(isinstance(text, str) for text in texts):
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
             raise RequestError(f"message {index} has a part that is no text: {content!r}; give text only")
         given["content"] = "\n".join(texts)
     elif content is None and given.get("tool_calls"):

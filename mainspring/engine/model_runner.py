@@ -164,7 +164,8 @@ class ModelRunner:
         return {name: runner.audit() for name, runner in self.runners.items()}
 
     def verify(self) -> int:
-        """Compare every recording with an eager run, bit for bit; returns how many there were."""
+        """Compare every recording with an eager run, bit for bit; returns how many there were. Loops end first."""
+        self.loops.end()
         return sum(len(runner.verify()) for runner in self.runners.values())
 
     @property
