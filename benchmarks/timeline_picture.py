@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported: some builds' profiler talks about itself
 
 from mainspring import LLM
-from mainspring.bench.latency import engine_options, free_memory
+from mainspring.bench.latency import engine_options
 from mainspring.bench.records import provenance
 from mainspring.bench.setting import open_setting
 from mainspring.bench.workload import Workload
@@ -37,15 +38,14 @@ def measure(model: str, tokens: int, prompt_tokens: int, dtype: str, device: str
     """What the picture is drawn from, as plain data. Raises `ValueError` where a mode cannot be had, or its tokens are
     others."""
     workload = Workload((1,), prompt_tokens, FIRST_TOKEN + tokens + TOKENS_BEHIND, repeats=1)
-    modes: list[ModeTimeline] = []
     with open_setting(model, dtype, device, workload, measure_bandwidth=False) as setting:
         [prompt] = workload.prompts(1, setting.config.vocab_size)
-        for mode in MODES:
-            with LLM(setting.model.path, **engine_options(setting, mode)) as llm:
+        with ExitStack() as stack:
+            engines = [stack.enter_context(LLM(setting.model.path, **engine_options(setting, mode))) for mode in MODES]
+            for mode, llm in zip(MODES, engines, strict=True):
                 if llm.stats().launch_mode != mode:
                     raise ValueError(f"launch mode {mode} cannot be had here; the log says why")
-                modes.append(watch_tokens(llm.core, prompt, tokens))
-            free_memory()
+            modes = watch_tokens([llm.core for llm in engines], prompt, tokens)
         where = asdict(provenance(setting.device))
         about = {
             "model": setting.model.title,
@@ -55,9 +55,6 @@ def measure(model: str, tokens: int, prompt_tokens: int, dtype: str, device: str
             "prompt_tokens": prompt_tokens,
             "first_token": FIRST_TOKEN,
         }
-    for mode in modes[1:]:
-        if mode.token_ids != modes[0].token_ids:
-            raise ValueError(f"{mode.mode} made the tokens {mode.token_ids}, {MODES[0]} made {modes[0].token_ids}")
     command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
     return {**where, "command": command, **about, "modes": [mode.as_dict() for mode in modes]}
 

@@ -46,6 +46,7 @@ def observe(core: EngineCore, rows: int, steps: int) -> tuple[list[Timeline], li
     timelines: list[Timeline] = []
     notes: list[str] = []
     runner = core.runner.runners["plain"]
+    loop = _loop_timeline(core, rows, steps)  # before the profiler is there, which may stay in the driver's way
     with core.step_by_step(), _running(core, rows, needed - PROMPT_TOKENS) as answers:
         profiled(core, 1)  # the profiler's own start-up goes into the first
         for mode in ("eager", "graph"):
@@ -56,7 +57,6 @@ def observe(core: EngineCore, rows: int, steps: int) -> tuple[list[Timeline], li
             timelines.append(Timeline(mode, rows, runner.ladder.rung_for(rows), steps, PROFILER, lanes))
         if any(answer.finished for answer in answers):
             notes.append("A request ended before the timeline did, which shows fewer rows from there on.")
-    loop = _loop_timeline(core, rows, steps)
     if isinstance(loop, str):
         notes.append(loop)
     else:
@@ -194,10 +194,11 @@ def _loop_timeline(core: EngineCore, rows: int, steps: int) -> Timeline | str:
     """The first steps of a loop by the device's time stamps, or why there is none."""
     if core.launch_mode != "loop":
         return f"No timeline of a loop: the engine runs in {core.launch_mode} mode."
-    with stamped_loops(core) as stamps:
-        _add(core, rows, steps + 2)
-        while core.has_work():
-            core.step()
+    for _ in range(2):  # what is made at first use exists in the second run
+        with stamped_loops(core) as stamps:
+            _add(core, rows, steps + 2)
+            while core.has_work():
+                core.step()
     longest: Any = max(stamps, key=len, default=[])
     count = min(len(longest) - 1, steps)
     if count < 1:

@@ -140,21 +140,45 @@ class ModeTimeline:
         )
 
 
-def watch_tokens(core: EngineCore, prompt: Sequence[int], tokens: int) -> ModeTimeline:
-    """Answer `prompt` alone, greedily, and watch `tokens` tokens of the answer from `FIRST_TOKEN` on, in the launch
-    mode of the engine. The engine has no request under way.
+def watch_tokens(cores: Sequence[EngineCore], prompt: Sequence[int], tokens: int) -> list[ModeTimeline]:
+    """Let each engine answer `prompt` alone, greedily, and watch `tokens` tokens of the answer from `FIRST_TOKEN` on.
+
+    Engines are of different launch modes, with the same weights and no request under way.
 
     Raises:
-        ValueError: the context is too long for the engine, or a loop was not one.
+        ValueError: the context is too long for an engine, a loop was not one, or the tokens are not the same.
     """
     total = FIRST_TOKEN + tokens + TOKENS_BEHIND
-    if len(prompt) + total > core.limits.max_model_len:
-        raise ValueError(
-            f"{len(prompt)} + {total} tokens > max_model_len {core.limits.max_model_len}; watch fewer tokens"
-        )
-    arrivals = _arrivals(core, prompt, total)  # warms up, too
-    if core.launch_mode == "loop":
-        return _watch_loop(core, prompt, tokens, total)
+    for core in cores:
+        if len(prompt) + total > core.limits.max_model_len:
+            raise ValueError(
+                f"{len(prompt)} + {total} tokens > max_model_len {core.limits.max_model_len}; watch fewer tokens"
+            )
+    for core in cores:
+        _arrivals(core, prompt, total)  # warms up
+    # All that is timed without the profiler comes before it: it may stay in the driver's way.
+    arrivals = [_arrivals(core, prompt, total) for core in cores]
+    found = {
+        index: _watch_loop(core, prompt, tokens, total)
+        for index, core in enumerate(cores)
+        if core.launch_mode == "loop"
+    }
+    for index, core in enumerate(cores):
+        if index not in found:
+            unwatched = (arrivals[index][FIRST_TOKEN + tokens - 1] - arrivals[index][FIRST_TOKEN - 1]) / tokens
+            found[index] = _watch_steps(core, prompt, tokens, total, 1e3 * unwatched)
+    modes = [found[index] for index in range(len(cores))]
+    for mode in modes:
+        if mode.token_ids != modes[0].token_ids:
+            raise ValueError(
+                f"{mode.mode} made the tokens {mode.token_ids}, {modes[0].mode} made {modes[0].token_ids}; they are to "
+                "be the same"
+            )
+    return modes
+
+
+def _watch_steps(core: EngineCore, prompt: Sequence[int], tokens: int, total: int, unwatched_ms: float) -> ModeTimeline:
+    """Steps that the CPU launches, by the profiler."""
     with _answering(core, prompt, total) as answer:
         request = answer.choices[0].request
         while len(request.output_token_ids) + len(core.pipeline.in_flight) < FIRST_TOKEN - 1:
@@ -167,8 +191,7 @@ def watch_tokens(core: EngineCore, prompt: Sequence[int], tokens: int) -> ModeTi
     [events] = [lane.events for lane in lanes if lane.device]
     calls = [event for lane in lanes if not lane.device for event in lane.events if "Launch" in event.name]
     launches = len(calls) / tokens if core.limits.device.type == "cuda" else _cpu_launches(core, events, tokens)
-    unwatched = (arrivals[FIRST_TOKEN + tokens - 1] - arrivals[FIRST_TOKEN - 1]) / tokens
-    return ModeTimeline(_timeline(core.launch_mode, PROFILER, tokens, events), ids, 1e3 * unwatched, launches)
+    return ModeTimeline(_timeline(core.launch_mode, PROFILER, tokens, events), ids, unwatched_ms, launches)
 
 
 def _cpu_launches(core: EngineCore, events: Sequence[Event], tokens: int) -> float:

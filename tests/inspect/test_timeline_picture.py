@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mainspring import LLM, SamplingParams
 from mainspring.inspect.picture import PLOT, _columns, figure_text, render_picture
-from mainspring.inspect.same_tokens import ModeTimeline
+from mainspring.inspect.same_tokens import ModeTimeline, watch_tokens
 from mainspring.inspect.timeline import Event, Lane, Timeline
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "timeline_picture.py"
@@ -95,6 +96,23 @@ def test_the_picture_shows_what_was_measured(tiny_folder: Path, tmp_path: Path, 
         check_figures(found, mode, measured)
     run_script("--redraw", tmp_path / "timeline.json", "--out", tmp_path / "again")
     assert (tmp_path / "again" / "timeline.svg").read_text() == text
+
+
+def test_other_tokens_and_answers_that_are_too_long_are_refused(tiny_folder: Path) -> None:
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "enforce_eager": True}
+    with (
+        LLM(str(tiny_folder), seed=1, max_model_len=64, **options) as one,
+        LLM(str(tiny_folder), seed=2, max_model_len=64, **options) as other,
+    ):
+        with pytest.raises(ValueError, match=r"8 \+ 67 tokens > max_model_len 64; watch fewer tokens"):
+            watch_tokens([one.core], [5] * 8, 60)
+        with pytest.raises(ValueError, match="they are to be the same"):
+            watch_tokens([one.core, other.core], [5] * 8, 4)
+        [found] = watch_tokens([one.core], [5] * 8, 4)
+        answer = one.generate(
+            {"prompt_token_ids": [5] * 8}, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        )
+        assert list(found.token_ids) == answer[0].outputs[0].token_ids[4:]
 
 
 def test_what_overlaps_is_busy_once_and_gaps_are_measured_between() -> None:
