@@ -6,7 +6,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,9 @@ from mainspring.bench.records import LatencyRecord
 from mainspring.bench.replay import PausedBatch, paused_batch
 from mainspring.bench.shapes import BenchModel
 from mainspring.bench.workload import SAMPLED, Workload, percentile
+from mainspring.inspect.observe import stamped_loops
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from mainspring import LLM
@@ -215,7 +214,7 @@ def _measure_batch(
         firsts.append(drive(llm.core, prompts, short).seconds)
         before, busy = llm.stats(), busy - (time.process_time() - began)
         began = time.process_time()
-        with loop_stamps(llm.core) as stamps:
+        with stamped_loops(llm.core) as stamps:
             timeline = drive(llm.core, prompts, long)
         after, busy = llm.stats(), busy + time.process_time() - began
         launches += after.decode_launches - before.decode_launches
@@ -244,17 +243,6 @@ def _measure_batch(
             **extra,
         },
     )
-
-
-@contextmanager
-def loop_stamps(core: EngineCore) -> Iterator[list[np.ndarray]]:
-    """Collects, for each loop that ends inside, the times of its beginning and of its steps' ends, in nanoseconds."""
-    stamps: list[np.ndarray] = []
-    core.pipeline.driver.stamps = stamps
-    try:
-        yield stamps
-    finally:
-        core.pipeline.driver.stamps = None
 
 
 def _params(workload: Workload, max_tokens: int) -> SamplingParams:

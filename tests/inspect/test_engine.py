@@ -42,6 +42,17 @@ def test_eager_and_recorded_steps_are_watched_and_leave_the_engine_as_it_was(llm
     assert len(attention) == 2 * llm.core.config.num_layers
 
 
+def test_an_engine_that_loops_shows_its_loop(tiny_folder: Path) -> None:
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "launch_mode": "loop"}
+    with LLM(str(tiny_folder), max_num_seqs=4, **options) as llm:
+        found = inspect_engine(llm, steps=3)
+    assert [timeline.mode for timeline in found.timelines] == ["eager", "graph", "loop"]
+    loop = found.timelines[2]
+    assert [event.step for event in loop.device_events] == [0, 1, 2]
+    assert loop.step_us > 0 and loop.idle_us is None
+    assert found.notes == ()
+
+
 def test_recording_audit_and_estimates_are_the_engines_own(llm: LLM) -> None:
     found = inspect_engine(llm, steps=0)
     assert found.timelines == ()
