@@ -2,6 +2,7 @@
 
     python benchmarks/loop_cpu.py                     # a minute model; in `loop` its steps run in a thread of their own
     python benchmarks/loop_cpu.py qwen3-0.6b loop     # on a GPU
+    python benchmarks/loop_cpu.py --step-ms 0.65      # with steps that last so long, and take no processor time
     python benchmarks/loop_cpu.py --profile           # and which functions the time goes to
     python benchmarks/loop_cpu.py --hog               # and how much longer it takes beside a thread that wants the lock
 
@@ -32,6 +33,8 @@ from mainspring import LLM, SamplingParams
 from mainspring.bench.busy import busy_cpu
 from mainspring.bench.latency import drive
 from mainspring.bench.shapes import BenchModel, open_model
+from mainspring.graphs import CpuGraph
+from mainspring.kernels.seats import EXHAUSTED, RUNNING
 
 #: Small enough that a step on a CPU takes about as long as one of a real model on a GPU.
 MINUTE = {
@@ -83,6 +86,35 @@ def model_named(name: str) -> Iterator[BenchModel]:
         yield BenchModel("minute", folder, "dummy")
 
 
+@contextmanager
+def paced_steps(llm: LLM, seconds: float) -> Iterator[None]:
+    """Inside, decode steps on the CPU sleep instead of computing: each row gets a token, until none is left to it.
+
+    So what the engine does beside them runs undisturbed, at a GPU's pace.
+    """
+    runner = llm.core.runner
+    remaining, record = runner.seats.remaining.numpy(), runner.note.rows.numpy()
+    go_on, until = runner.note.go_on.numpy(), runner.note.policy.numpy()
+    step, replay = runner.ring.step.numpy(), CpuGraph.replay
+    due = [0.0]
+
+    def paced(graph: CpuGraph) -> None:
+        now = time.perf_counter()
+        due[0] = max(due[0] + seconds, now)  # on time, where a sleep before lasted too long
+        time.sleep(due[0] - now)
+        remaining[:] -= 1
+        step[:] += 1
+        record[:, 0] = 7
+        record[:, 1] = RUNNING if remaining[0] > 0 else EXHAUSTED
+        go_on[:] = remaining[0] > 0 and step[0] < until[0]
+
+    CpuGraph.replay = paced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CpuGraph.replay = replay  # type: ignore[method-assign]
+
+
 def answer(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> Clocks:
     """What `tokens` tokens for each prompt take."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -125,6 +157,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--repeats", type=int, default=5, help="answers measured")
+    parser.add_argument("--step-ms", type=float, help="on a CPU: let each decode step only last, this long")
     parser.add_argument("--profile", action="store_true", help="print a profile of one answer")
     parser.add_argument("--hog", action="store_true", help="measure again beside a thread that wants the interpreter")
     parser.add_argument("--spinners", type=int, default=0, help="with --hog: processes that keep cores busy as well")
@@ -148,6 +181,10 @@ def main() -> None:
                 enable_prefix_caching=False,
             )
         )
+        if options.step_ms is not None:
+            if cuda:
+                parser.error("--step-ms is for steps on a CPU; a GPU has a pace of its own")
+            stack.enter_context(paced_steps(llm, options.step_ms / 1e3))
         answer(llm, prompts, options.output_len)  # nothing is made for the first time below
         result: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if cuda else "cpu",

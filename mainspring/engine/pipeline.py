@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 from mainspring.engine.delivery import Delivery, Touched
-from mainspring.engine.interpreter import asleep
 from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.loop_driver import LoopDriver
 from mainspring.engine.loops import RunningLoop
@@ -119,8 +118,7 @@ class Pipeline:
 
     def _read_back(self, launched: LaunchedStep, touched: Touched) -> None:
         """Wait for a step and give its tokens to their answers, which are added to ``touched``."""
-        with asleep(self.looping):
-            results = launched.results()
+        results = launched.results()
         self.clock.arrived(launched)
         for read in launched.prompt_reads:
             self._delivery.take_prompt(read)

@@ -296,10 +296,10 @@ def test_waiting_for_tokens_takes_no_processor_time(make_tiny: MakeLLM, brake: B
     looks = 0
     look = RunningLoop.has_news
 
-    def counted(loop: RunningLoop) -> bool:
+    def counted(loop: RunningLoop, enough: int = 1) -> bool:
         nonlocal looks
         looks += 1
-        return look(loop)
+        return look(loop, enough)
 
     RunningLoop.has_news = counted  # type: ignore[method-assign]
     try:
