@@ -81,6 +81,7 @@ class EngineCore:
         self.runner.allocate(self.memory.num_blocks)
         self.recorded = record_ladder(self.runner, self.memory)
         if self.launch_mode == "loop":
+            self.runner.waits_asleep = True
             self.runner.loops.prepare_ladder(PLAIN)
         self.scheduler = Scheduler(
             BlockPool(self.memory.num_blocks + 1, self.limits.block_size, settings.enable_prefix_caching),

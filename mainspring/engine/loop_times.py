@@ -21,9 +21,9 @@ LONGEST_LOOK = 5e-3
 #: Seconds between looks while the end is due.
 LOOK_AT_END = 50e-6
 #: Looks during the step with which a loop ends, where nobody waits for its tokens.
-LOOKS_IN_LAST_STEP = 16
+LOOKS_IN_LAST_STEP = 8
 #: Steps, and seconds, for which a loop may go unseen where nobody reads tokens before their answer has ended.
-UNSEEN_STEPS, UNSEEN_SECONDS = 32, 20e-3
+UNSEEN_STEPS, UNSEEN_SECONDS = 64, 40e-3
 
 
 class StepTimes:
