@@ -8,7 +8,7 @@
 
 Of the answer's time that of its first token is taken off: prompt, prefill and the first launch. `thread` is the time of
 the thread that drives the engine. Where a loop is emulated, its steps run in another, so there it is the engine's own.
-`process` is all threads'. Medians of `--repeats` answers; wall times in milliseconds.
+`process` is all threads', a GPU's driver's among them. Medians of `--repeats` answers; wall times in milliseconds.
 """
 
 from __future__ import annotations
@@ -59,19 +59,27 @@ MINUTE = {
 
 @dataclass
 class Clocks:
-    """Seconds of one answer, by clock."""
+    """Seconds of one answer: by the wall's clock, the process's, and each Python thread's, by its name."""
 
     wall: float
     process: float
-    thread: float
+    threads: dict[str, float]
 
     def __sub__(self, other: Clocks) -> Clocks:
-        return Clocks(self.wall - other.wall, self.process - other.process, self.thread - other.thread)
+        threads = {name: seconds - other.threads.get(name, 0.0) for name, seconds in self.threads.items()}
+        return Clocks(self.wall - other.wall, self.process - other.process, threads)
+
+    @property
+    def driving(self) -> float:
+        """Seconds of the thread that drives the engine."""
+        return self.threads[threading.current_thread().name]
 
     @staticmethod
     def now() -> Clocks:
         """All clocks, read one after the other."""
-        return Clocks(time.perf_counter(), time.process_time(), time.thread_time())
+        alive = [(each.name, each.ident) for each in threading.enumerate() if each.ident is not None]
+        threads = {name: time.clock_gettime(time.pthread_getcpuclockid(ident)) for name, ident in alive}
+        return Clocks(time.perf_counter(), time.process_time(), threads)
 
 
 @contextmanager
@@ -108,7 +116,7 @@ def paced_steps(llm: LLM, seconds: float) -> Iterator[None]:
         record[:, 1] = RUNNING if remaining[0] > 0 else EXHAUSTED
         go_on[:] = remaining[0] > 0 and step[0] < until[0]
 
-    CpuGraph.replay = paced  # type: ignore[method-assign]
+    CpuGraph.replay = paced  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -131,11 +139,15 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, repeats: in
         wholes.append(answer(llm, prompts, tokens))
     each = [(whole - first) for whole, first in zip(wholes, firsts, strict=True)]
     count = (tokens - 1) * len(prompts)
+    names = [name for name in each[0].threads if name != threading.current_thread().name]
+    others = {name: statistics.median(part.threads[name] for part in each) for name in names}
+    others["not Python's"] = statistics.median(part.process - sum(part.threads.values()) for part in each)
     return {
         "first_token_ms": round(1e3 * statistics.median(first.wall for first in firsts), 3),
         "answer_ms": round(1e3 * statistics.median(whole.wall for whole in wholes), 3),
         "process_us_per_token": round(1e6 * statistics.median(part.process for part in each) / count, 2),
-        "thread_us_per_token": round(1e6 * statistics.median(part.thread for part in each) / count, 2),
+        "thread_us_per_token": round(1e6 * statistics.median(part.driving for part in each) / count, 2),
+        "other_threads_us_per_token": {name: round(1e6 * seconds / count, 2) for name, seconds in others.items()},
     }
 
 
@@ -194,7 +206,6 @@ def main() -> None:
             "output_len": options.output_len,
         }
         result.update(measure(llm, prompts, options.output_len, options.repeats))
-        result["threads"] = sorted(thread.name for thread in threading.enumerate())
         if options.hog:
             with busy_cpu(options.spinners):
                 result["beside_a_hog"] = measure(llm, prompts, options.output_len, options.repeats)

@@ -1,9 +1,9 @@
 """The interpreter's lock, where other threads of the program want it all the time.
 
 Whoever wants it back asks for it after the *switch interval* (5 ms). The engine lets go of it again and again: in every
-operation that it queues, of which a prefill step has hundreds, in every copy, and whenever it sleeps. Most of the time it
-has it back before another thread has woken up. Each time that it has not, it waits for one interval; so the interval is
-short while the engine has something to do. Not shorter than this: the other threads ask after the same interval, and
+operation that it queues, of which a prefill step has hundreds, in every copy, and whenever it sleeps. Most of the time
+it has it back before another thread has woken up. Each time that it has not, it waits for one interval; so the interval
+is short while the engine has something to do. Not shorter than this: the other threads ask after the same interval, and
 each operation lets go of the lock before they do.
 """
 

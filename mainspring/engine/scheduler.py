@@ -120,9 +120,9 @@ class Scheduler:
             SchedulerError: the request does not run or has fewer steps in flight.
         """
         if request.status is not RequestStatus.RUNNING or request.in_flight < len(token_ids):
+            launched = f"only {request.in_flight} are" if request.in_flight else "none is"
             raise SchedulerError(
-                f"{describe(request)} cannot take {len(token_ids)} tokens: {request.in_flight or 'none'} is in flight "
-                f"for it"
+                f"{describe(request)} cannot take {len(token_ids)} token(s): {launched} in flight for it"
             )
         request.in_flight -= len(token_ids)
         request.output_token_ids.extend(token_ids)

@@ -53,8 +53,8 @@ class Uploader:
 class Download:
     """A small device tensor on its way to the CPU.
 
-    On a GPU the copy is queued behind the work that makes the tensor; ``wait`` blocks until it has arrived: spinning, or,
-    with ``sleeps``, without taking processor time, which ends some tens of microseconds later.
+    On a GPU the copy is queued behind the work that makes the tensor; ``wait`` blocks until it has arrived: spinning,
+    or, with ``sleeps``, without taking processor time, which ends some tens of microseconds later.
     """
 
     def __init__(self, tensor: torch.Tensor, sleeps: bool = False) -> None:
