@@ -161,17 +161,19 @@ def engine_options(setting: Setting, launch_mode: str) -> dict[str, Any]:
 
 
 def drive(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Timeline:
-    """Answer all prompts together and note when tokens arrive."""
+    """Answer all prompts together and note when tokens arrive, as `LLM.generate` takes them: from a loop, many at a
+    time."""
     started = time.perf_counter()
     arrivals = []
     open_answers = len(prompts)
-    for index, prompt in enumerate(prompts):
-        core.add(str(index), prompt, params)
-    while open_answers:
-        touched = core.step()
-        if touched:
-            arrivals.append((time.perf_counter(), len(touched)))
-            open_answers -= sum(answer.finished for answer in touched)
+    with core.brisk():
+        for index, prompt in enumerate(prompts):
+            core.add(str(index), prompt, params)
+        while open_answers:
+            touched = core.step(patient=True)
+            if touched:
+                arrivals.append((time.perf_counter(), len(touched)))
+                open_answers -= sum(answer.finished for answer in touched)
     return Timeline(started, arrivals)
 
 

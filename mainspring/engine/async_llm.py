@@ -282,10 +282,11 @@ class AsyncLLM:
         self._made.set_result(llm)
         try:
             while self._wait_for_work(llm):
-                for command in self._take_commands():
-                    command()
-                self._step(llm)
-                self._take_stats(llm, idle=not llm.core.has_work())
+                with llm.core.brisk():
+                    for command in self._take_commands():
+                        command()
+                    self._step(llm)
+                    self._take_stats(llm, idle=not llm.core.has_work())
         except BaseException as error:
             logger.exception("the engine has stopped")
             self.failure = error

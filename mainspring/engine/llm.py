@@ -136,7 +136,7 @@ class LLM:
         if len(ranks) != len(prompts):
             raise RequestError(f"{len(ranks)} priorities for {len(prompts)} prompts; give one per prompt")
         answers: list[Answer] = []
-        with interrupts_between_steps() as interrupts:
+        with interrupts_between_steps() as interrupts, self.core.brisk():
             try:
                 for (text, token_ids), each, rank in zip(prompts, params, ranks, strict=True):
                     answers.append(self.core.add(self._next_id(), token_ids, each, prompt=text, priority=rank))
@@ -154,7 +154,7 @@ class LLM:
         with tqdm(total=len(answers), disable=not use_tqdm) as bar:
             while waiting:
                 with interrupts.step():
-                    self.core.step()
+                    self.core.step(patient=True)
                 interrupts.check()
                 # In order, and not by what this step touched: another thread's step may have finished an answer.
                 while waiting and (waiting[0].finished or waiting[0].error is not None):
