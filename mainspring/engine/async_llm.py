@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mainspring.engine.answers import Answer
+from mainspring.engine.conversations import Messages
 from mainspring.engine.errors import EngineError
-from mainspring.engine.llm import LLM, Messages, Prompt
+from mainspring.engine.llm import LLM, Prompt
 from mainspring.engine.outputs import RequestOutput
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.stats import EngineStats
