@@ -123,8 +123,8 @@ def test_priority_decides_who_is_served_first(make_tiny: MakeLLM) -> None:
     order: list[str] = []
     step = llm.core.step
 
-    def watched() -> list[object]:
-        answers = step()
+    def watched(patient: bool = False) -> list[object]:
+        answers = step(patient)
         order.extend(answer.request_id for answer in answers if answer.finished)
         return answers  # type: ignore[return-value]
 

@@ -179,9 +179,9 @@ def test_an_answer_that_nobody_follows_is_looked_at_seldom(
     from mainspring.engine import loop_driver
 
     monkeypatch.setattr(loop_driver, "LONGEST_WAIT", 3600.0)
-    monkeypatch.setattr(StepTimes, "unseen_steps", lambda *args: 16)  # however slow they are here
     llm = make_tiny(launch_mode="loop")
     ids(llm, greedy(40))  # so that the time of a step is known
+    monkeypatch.setattr(StepTimes, "unseen_steps", lambda *args: 16)  # however slow they are here
     steps, step = 0, llm.core.step
 
     def counted(patient: bool = False) -> list[Any]:
@@ -217,12 +217,12 @@ def test_news_end_a_patient_wait(make_tiny: MakeLLM, brake: Brake, monkeypatch: 
     first = llm.core.add("first", [5, 6, 7], greedy(400))
     loop = running_loop(llm)
     brake.go.clear()
-    llm.core.interrupt()
-    llm.core.step()  # takes what is there
+    monkeypatch.setattr(StepTimes, "unseen_steps", lambda *args: 64)  # a step under way may still bring a token
     monkeypatch.setattr(StepTimes, "sleep_through", lambda *args: 3600.0)
-    waiting = threading.Thread(target=llm.core.step, args=(True,), daemon=True)
+    waiting = threading.Thread(target=llm.core.pipeline.driver.await_news, args=(loop, True), daemon=True)
     waiting.start()
     try:
+        assert waiting.is_alive()
         if how == "arrival":
             llm.core.add("second", [8, 9], greedy(3))
         else:
