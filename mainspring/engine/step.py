@@ -112,10 +112,11 @@ class Step:
         """Choose the first token of each prompt that a prefill step completed.
 
         ``last`` ``[m]`` are the indices in ``hidden`` of the tokens that complete a prompt and ``seats`` ``[m]`` their
-        requests' seats; ``m`` may be 0.
+        requests' seats; ``m`` may be 0. Rows of the null seat are padding.
         """
         if len(last):
-            self.finish(hidden[last], seats, self.seats.alive[seats] != 0, sampler)
+            runs = (self.seats.alive[seats] != 0) & (seats != self.seats.null_seat)
+            self.finish(hidden[last], seats, runs, sampler)
 
     def finish(self, hidden: torch.Tensor, seats: torch.Tensor, runs: torch.Tensor, sampler: Sampler) -> None:
         """From the last hidden states ``[b, hidden]`` to tokens in the ring and seats ready for the next step."""
