@@ -211,13 +211,13 @@ class ModelRunner:
                 return self.launch(plan)
         self.loops.make_way()
         done = None if self.log is None else self.log.launched(plan)
-        self.seats.write_tables(plan.table_writes, self.upload)
+        calls = self.device_calls
         if isinstance(plan, PrefillPlan):
-            calls = self.device_calls
             launched = self._launch_prefill(plan)
             self.prefill_calls += self.device_calls - calls
             self.prefill_steps += 1
         else:
+            self.seats.write_tables(plan.table_writes, self.upload)
             launched = self._launch_decode(plan)
             self.decode_launches += len(launched.reads)
         if done is not None:
@@ -304,14 +304,13 @@ class ModelRunner:
     @torch.no_grad()
     def _launch_prefill(self, plan: PrefillPlan) -> LaunchedStep:
         completed = tuple(chunk.request for chunk in plan.chunks if chunk.is_last)
-        self.seats.write([(seat_of(request), seat_state(request)) for request in completed], self.upload)
         self.logits_state.write([(seat_of(request), request) for request in completed], self.upload)
         failures: dict[Request, RequestError] = {}
         self._write_grammars(completed, failures)
         batch, variant = PrefillBatch.of(plan), variant_for(completed)
         why_eager = self.prefill.why_eager(plan)
         if why_eager is None:
-            self.prefill.run(batch, variant)
+            self.prefill.run(batch, variant, plan.table_writes, [seat_state(request) for request in completed])
             prompt_reads: tuple[PromptRead, ...] = ()
         else:
             self.prefill.count_eager(why_eager)
@@ -324,6 +323,9 @@ class ModelRunner:
         self, plan: PrefillPlan, batch: PrefillBatch[np.ndarray], variant: str
     ) -> tuple[PromptRead, ...]:
         """A prefill step as it is, operation by operation."""
+        completed = [chunk.request for chunk in plan.chunks if chunk.is_last]
+        self.seats.write_tables(plan.table_writes, self.upload)
+        self.seats.write([(seat_of(request), seat_state(request)) for request in completed], self.upload)
         there = batch.to_device(self.upload)
         hidden = self.step.forward(there.inputs(self.seats, self.limits.block_size))
         prompt_reads = read_prompts(self.model, plan, hidden, self.logits, self.upload)

@@ -14,8 +14,9 @@ from mainspring.engine.request_state import seat_of
 from mainspring.engine.seats import SeatTable, Upload
 from mainspring.models.inputs import ModelInputs
 
-#: What a row of ``PrefillBatch.rows`` holds.
-ROW_WIDTH = 8
+#: Columns of ``PrefillBatch.rows``: its parts in order.
+BATCH_WIDTH = 8
+COMPLETED_SEATS = 7
 
 ArrayT = TypeVar("ArrayT", np.ndarray, torch.Tensor)
 
@@ -65,23 +66,24 @@ class PrefillBatch(Generic[ArrayT]):
         return PrefillBatch(*(np.asarray(part, dtype=np.int64) for part in parts))
 
     def rows(self: PrefillBatch[np.ndarray]) -> np.ndarray:
-        """All of it as one matrix ``[T, ROW_WIDTH]``, a row for each token: a part shorter than ``T`` lies in the first
-        rows, followed by -1. The starts of the chunks are told by their ends."""
+        """All of it as one matrix ``[T, BATCH_WIDTH]``, a row for each token: a part shorter than ``T`` lies in the
+        first rows, followed by -1. The starts of the chunks are told by their ends."""
         parts = [getattr(self, field.name) for field in fields(self)]
         parts[4] = self.query_starts[1:]
-        rows = np.full((len(self.token_ids), ROW_WIDTH), -1, dtype=np.int64)
+        rows = np.full((len(self.token_ids), BATCH_WIDTH), -1, dtype=np.int64)
         for column, part in enumerate(parts):
             rows[: len(part), column] = part
         return rows
 
     @staticmethod
     def of_rows(rows: torch.Tensor, num_sequences: int, null_seat: int) -> PrefillBatch[torch.Tensor]:
-        """The batch of such a matrix, padded with rows of -1: of ``num_sequences`` chunks, whatever it holds.
+        """The batch in the first columns of such a matrix, padded with rows of -1: of ``num_sequences`` chunks,
+        whatever it holds.
 
         Padding belongs to the null seat: tokens behind the last chunk, chunks without a token and a key, and rows that
         complete no prompt. Nothing depends on the contents but the contents, so that it can be recorded.
         """
-        columns = rows.t().contiguous()
+        columns = rows[:, :BATCH_WIDTH].t().contiguous()
         values = columns.clamp(min=0)
         seats = torch.where(columns < 0, null_seat, columns)
         ends = columns[4, :num_sequences]
@@ -94,7 +96,7 @@ class PrefillBatch(Generic[ArrayT]):
             query_starts=torch.nn.functional.pad(ends, (1, 0)),
             seq_lens=values[5, :num_sequences],
             last=values[6, :num_sequences],
-            completed_seats=seats[7, :num_sequences],
+            completed_seats=seats[COMPLETED_SEATS, :num_sequences],
         )
 
     def inputs(self: PrefillBatch[torch.Tensor], table: SeatTable, block_size: int) -> ModelInputs:

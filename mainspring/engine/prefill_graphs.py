@@ -10,16 +10,18 @@ reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from mainspring.engine.plan import PrefillPlan
-from mainspring.engine.prefill_batch import ROW_WIDTH, PrefillBatch
+from mainspring.engine.admission import ROW_WIDTH, Admission, admit
+from mainspring.engine.plan import PrefillPlan, TableWrite
+from mainspring.engine.prefill_batch import PrefillBatch
 from mainspring.engine.samplers import PLAIN
+from mainspring.engine.seats import SeatState
 from mainspring.engine.step import Sampler
 from mainspring.engine.step_trial import PrefillTrial
 from mainspring.graphs import GraphRunner, Input
@@ -73,9 +75,23 @@ class PrefillGraphs:
             return PROMPT_LOGPROBS
         return None
 
-    def run(self, batch: PrefillBatch[np.ndarray], variant: str) -> None:
-        """The step of this batch: one copy and one replay."""
-        self.runners[variant](tokens=torch.from_numpy(batch.rows()))
+    def run(
+        self,
+        batch: PrefillBatch[np.ndarray],
+        variant: str,
+        writes: Sequence[TableWrite] = (),
+        states: Sequence[SeatState] = (),
+    ) -> None:
+        """The step of this batch, with the block-table entries that it needs and the states of the seats whose prompts
+        it completes: one copy and one replay. Entries are written apart where there are more than the rung has rows, as
+        where much of a prompt was in the prefix cache."""
+        runner, table = self.runners[variant], self._runner.seats
+        rung = runner.ladder.rung_for(len(batch.token_ids))
+        admission = Admission.of(writes, states, table.max_blocks)
+        if not admission.fits(rung, self._sequences(rung)):
+            table.write_tables(writes, self._runner.upload)
+            admission = Admission.of((), states, table.max_blocks)
+        runner(tokens=torch.from_numpy(admission.beside(batch.rows())))
 
     def count_eager(self, reason: str) -> None:
         """A prefill step ran as it is, for this reason."""
@@ -91,10 +107,14 @@ class PrefillGraphs:
         """Prefill steps that were not, by reason."""
         return sum((runner.counters.eager_steps for runner in self.runners.values()), Counter(self._eager_steps))
 
+    def _sequences(self, rung: int) -> int:
+        """Most chunks that a step of so many tokens has."""
+        return min(self._runner.limits.prefill_sequences, rung)
+
     def _step(self, tokens: torch.Tensor, *, sampler: Sampler) -> None:
-        step, limits = self._runner.step, self._runner.limits
-        batch = PrefillBatch.of_rows(
-            tokens, min(limits.prefill_sequences, tokens.shape[0]), self._runner.seats.null_seat
-        )
-        hidden = step.forward(batch.inputs(self._runner.seats, limits.block_size))
+        step, limits, table = self._runner.step, self._runner.limits, self._runner.seats
+        sequences = self._sequences(tokens.shape[0])
+        admit(tokens, sequences, table)
+        batch = PrefillBatch.of_rows(tokens, sequences, table.null_seat)
+        hidden = step.forward(batch.inputs(table, limits.block_size))
         step.begin(hidden, batch.last, batch.completed_seats, sampler)

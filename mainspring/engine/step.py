@@ -115,8 +115,7 @@ class Step:
         requests' seats; ``m`` may be 0. Rows of the null seat are padding.
         """
         if len(last):
-            runs = (self.seats.alive[seats] != 0) & (seats != self.seats.null_seat)
-            self.finish(hidden[last], seats, runs, sampler)
+            self.finish(hidden[last], seats, self.seats.alive[seats] != 0, sampler)
 
     def finish(self, hidden: torch.Tensor, seats: torch.Tensor, runs: torch.Tensor, sampler: Sampler) -> None:
         """From the last hidden states ``[b, hidden]`` to tokens in the ring and seats ready for the next step."""

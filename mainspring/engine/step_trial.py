@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mainspring.engine.admission import Admission
 from mainspring.engine.asks import Asks
 from mainspring.engine.prefill_batch import PrefillBatch
+from mainspring.engine.seats import SeatState
 
 if TYPE_CHECKING:
     from mainspring.engine.model_runner import ModelRunner
@@ -110,13 +112,19 @@ class PrefillTrial(DecodeTrial):
         chosen = torch.randperm(seats.num_seats, generator=generator)[:count].tolist()
         parts: dict[str, list[int]] = {field.name: [] for field in fields(PrefillBatch)}
         parts["query_starts"].append(0)
+        writes: list[tuple[int, int, int]] = []
         next_block = 1
         for index, seat in enumerate(chosen):
             length = rows * (index + 1) // count - rows * index // count
             room = min(longest - length, size + 1)
             start = int(torch.randint(0, room + 1, (), generator=generator)) if index % 2 else 0
             blocks = min(-(-(start + length) // size), free - next_block + 1)
-            tables[seat, :blocks] = torch.arange(next_block, next_block + blocks)
+            entries = range(next_block, next_block + blocks)
+            if index == 0 and blocks <= rows:
+                tables[seat] = 1  # an earlier request's, and to be cleared
+                writes += [(seat, column, block) for column, block in enumerate(entries)]
+            else:
+                tables[seat, :blocks] = torch.tensor(entries, dtype=torch.int32)
             next_block += blocks
             positions[seat] = start + length - 1
             ids = torch.randint(0, runner.model.config.vocab_size, (length,), generator=generator)
@@ -131,8 +139,12 @@ class PrefillTrial(DecodeTrial):
                 parts["completed_seats"].append(seat)
         seats.block_tables.copy_(tables)
         self._fill_seats(positions, generator)
+        states = [
+            SeatState(token_id=3, position=int(positions[seat]), remaining=9, min_remaining=index, top_k=20 * index)
+            for index, seat in enumerate(parts["completed_seats"])
+        ]
         batch = PrefillBatch(**{name: np.asarray(part, dtype=np.int64) for name, part in parts.items()})
-        return {"tokens": torch.from_numpy(batch.rows())}
+        return {"tokens": torch.from_numpy(Admission.of(writes, states, seats.max_blocks).beside(batch.rows()))}
 
     def _wanted(self, rows: int) -> int:
         return -(-rows // self._runner.limits.block_size) + 3 * self._runner.limits.prefill_sequences

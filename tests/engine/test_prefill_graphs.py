@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from mainspring import LLM, SamplingParams
+from mainspring.engine.admission import Admission, admit
 from mainspring.engine.errors import SettingsError
-from mainspring.engine.prefill_batch import ROW_WIDTH, PrefillBatch
+from mainspring.engine.prefill_batch import BATCH_WIDTH, PrefillBatch
 from mainspring.engine.samplers import FULL, PLAIN
 from mainspring.engine.schedule_log import record_schedule, replay_schedule
+from mainspring.engine.seats import SeatState, SeatTable
+from mainspring.graphs import FixedBuffers
 from mainspring.models.inputs import ModelInputs
 
 MakeLLM = Callable[..., LLM]
@@ -166,20 +169,78 @@ def test_padding_writes_nothing_and_is_in_no_sequence(make_tiny: MakeLLM, varian
     changed = (runner.buffers["kv_cache"] != before).flatten(4).any(-1).any(0).any(0)
     assert changed.nonzero().tolist() == [[1, 0], [1, 1], [1, 2], [2, 15], [8, 0]]
     assert runner.ring.entries[step, 1:, 0].tolist() == [-1] * 3
-    assert int(runner.seats.alive[runner.seats.null_seat]) == 1
+    assert not runner.seats.matrix[:, runner.seats.null_seat].any()
 
 
 def test_a_batch_survives_its_way_through_rows() -> None:
     parts = [[5, 6, 7, 8], [0, 1, 2, 9], [3, 3, 3, 1], [3, 1], [0, 3, 4], [3, 10], [3], [1]]
     batch = PrefillBatch(*(np.array(part, dtype=np.int64) for part in parts))
     rows = torch.from_numpy(batch.rows())
-    assert rows.shape == (4, ROW_WIDTH)
+    assert rows.shape == (4, BATCH_WIDTH)
     back = PrefillBatch.of_rows(rows, 2, null_seat=8)
     assert [back.token_ids.tolist(), back.positions.tolist(), back.token_seats.tolist()] == parts[:3]
     assert [back.seats.tolist(), back.query_starts.tolist(), back.seq_lens.tolist()] == parts[3:6]
     assert back.last.tolist() == [3, 0] and back.completed_seats.tolist() == [1, 8]
-    padding = PrefillBatch.of_rows(torch.full((4, ROW_WIDTH), -1), 2, null_seat=8)
+    padding = PrefillBatch.of_rows(torch.full((4, BATCH_WIDTH), -1), 2, null_seat=8)
     assert padding.query_starts.tolist() == [0, 0, 0] and padding.seats.tolist() == [8, 8]
+
+
+def seat_table() -> SeatTable:
+    table = SeatTable(FixedBuffers("cpu"), num_seats=4, max_blocks=6)
+    table.block_tables[:4] = torch.arange(24).view(4, 6) + 50
+    table.matrix[:, :4] = torch.arange(table.matrix.shape[0]).unsqueeze(1)
+    return table
+
+
+def test_tokens_of_the_null_seat_have_no_slot_whatever_its_table_holds() -> None:
+    table = seat_table()
+    table.block_tables[table.null_seat] = 9
+    rows = torch.full((4, BATCH_WIDTH), -1)
+    rows[0] = torch.tensor([5, 2, 1, 1, 1, 3, 0, 1])
+    inputs = PrefillBatch.of_rows(rows, 2, table.null_seat).inputs(table, 16)
+    assert inputs.slots.tolist() == [56 * 16 + 2, -1, -1, -1]
+    assert inputs.seq_lens.tolist() == [3, 0]
+
+
+def test_a_recorded_step_seats_requests_as_copies_of_their_own_do() -> None:
+    writes = [(2, 0, 7), (2, 1, 8), (0, 3, 9), (3, 0, 11), (3, 1, 12), (3, 2, 13)]
+    states = [
+        SeatState(token_id=7, position=3, remaining=9, min_remaining=1, temperature=-0.0, seed=-5, stop_ids=(3, 4)),
+        SeatState(token_id=1, position=0, remaining=1, min_remaining=0, seed=(1 << 63) + 1, repetition_penalty=1.5),
+    ]
+    apart, together = seat_table(), seat_table()
+    apart.write_tables(writes, torch.from_numpy)
+    apart.write([(3, states[0]), (1, states[1])], torch.from_numpy)
+    batch = np.full((4, BATCH_WIDTH), -1)
+    batch[:2, -1] = [3, 1]
+    rows = Admission.of(writes, states, together.max_blocks).beside(batch)
+    assert rows.shape[0] == 6
+    admit(torch.nn.functional.pad(torch.from_numpy(rows), (0, 0, 0, 2), value=-1), 3, together)
+    assert torch.equal(together.block_tables, apart.block_tables)
+    assert torch.equal(together.matrix, apart.matrix)
+    admit(torch.full((8, rows.shape[1]), -1), 3, together)  # what a recording is made with changes nothing
+    assert torch.equal(together.block_tables, apart.block_tables) and torch.equal(together.matrix, apart.matrix)
+
+
+def test_a_recorded_step_is_one_copy_one_replay_and_one_read(make_tiny: MakeLLM) -> None:
+    llm = make_tiny(prefill_graph_sizes=SIZES)
+    llm.generate(prompts([10, 12, 14]), GREEDY)
+    assert llm.stats().recorded_prefill_steps == 1
+    assert llm.core.runner.prefill_calls == 3
+
+
+def test_entries_of_a_long_cached_prompt_are_written_apart(make_tiny: MakeLLM) -> None:
+    options: dict[str, Any] = {"block_size": 4, "prefill_graph_sizes": [4, 64]}
+    llm, plain = make_tiny(**options), make_tiny(block_size=4)
+    start = prompts([200])[0]["prompt_token_ids"]
+    asked = [{"prompt_token_ids": start + [9, 8]}, {"prompt_token_ids": start + [7]}]
+    for batch in (asked[:1], asked[1:], asked[:1]):
+        assert ids(llm, batch, GREEDY) == ids(plain, batch, GREEDY)
+    assert llm.stats().recorded_prefill_steps == 2
+    # Each with two copies for the seat's table, of 51 blocks, which are more than the rung has rows.
+    unrecorded = make_tiny(block_size=4, prefill_graph_sizes=[])
+    ids(unrecorded, asked[:1], GREEDY)
+    assert llm.core.runner.prefill_calls == unrecorded.core.runner.prefill_calls + 2 * (3 + 2)
 
 
 def test_what_is_not_recorded_is_counted_under_its_reason(make_tiny: MakeLLM) -> None:
