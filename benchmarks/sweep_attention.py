@@ -102,6 +102,16 @@ def plans(batch: int, kv_heads: int, max_keys: int, quick: bool) -> Iterator[Spl
             yield SplitPlan(splits, block_n if splits > 1 else 512, block_n, warps, stages)
             if programs < 528:
                 yield SplitPlan(-(-528 // programs), 64, block_n, warps, stages)
+        for target, run, block_n, warps in (
+            (396, 32, 32, 2),
+            (528, 32, 32, 2),
+            (264, 64, 64, 4),
+            (396, 64, 64, 4),
+            (528, 64, 64, 4),
+            (264, 32, 32, 4),
+            (528, 32, 32, 4),
+        ):
+            yield SplitPlan(-(-target // programs), run, block_n, warps, 0)
         return
     for block_n, warps, stages in ((16, 1, 4), (32, 1, 3), (32, 2, 3), (64, 2, 2), (64, 4, 3), (32, 2, 0)):
         tried = set()

@@ -6,13 +6,11 @@ import importlib.util
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
-# A GPU machine on which nothing can be installed may lack gguf; what reads GGUF files is not about GPUs.
-collect_ignore_glob = [] if importlib.util.find_spec("gguf") else ["models/test_gguf_*"]
 
 # Every recording that a test makes is compared with an eager run, bit for bit, and the addresses that it names are
 # looked at before each replay; a test that counts runs of its callable turns that off.
@@ -47,6 +45,23 @@ TINY = {
 def ctrl_c_is_heard() -> None:
     """A test run that was started in the background ignores SIGINT, and so would every program that it starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_share_the_gpu() -> Iterator[None]:
+    """An engine whose KV cache no test bounds takes as much on a GPU as on a CPU: not 0.9 of one that tests share."""
+    from mainspring.engine.settings import DEFAULT_CPU_KV_BYTES, EngineSettings
+
+    check = EngineSettings.__post_init__
+
+    def bound(settings: EngineSettings) -> None:
+        check(settings)
+        if settings.kv_cache_memory is None and settings.num_gpu_blocks_override is None:
+            object.__setattr__(settings, "kv_cache_memory", DEFAULT_CPU_KV_BYTES)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineSettings, "__post_init__", bound)
+        yield
 
 
 def _cuda_available() -> bool:

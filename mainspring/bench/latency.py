@@ -6,7 +6,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,9 @@ from mainspring.bench.records import LatencyRecord
 from mainspring.bench.replay import PausedBatch, paused_batch
 from mainspring.bench.shapes import BenchModel
 from mainspring.bench.workload import SAMPLED, Workload, percentile
+from mainspring.inspect.observe import stamped_loops
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from mainspring import LLM
@@ -162,17 +161,19 @@ def engine_options(setting: Setting, launch_mode: str) -> dict[str, Any]:
 
 
 def drive(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Timeline:
-    """Answer all prompts together and note when tokens arrive."""
+    """Answer all prompts together and note when tokens arrive, as `LLM.generate` takes them: from a loop, many at a
+    time."""
     started = time.perf_counter()
     arrivals = []
     open_answers = len(prompts)
-    for index, prompt in enumerate(prompts):
-        core.add(str(index), prompt, params)
-    while open_answers:
-        touched = core.step()
-        if touched:
-            arrivals.append((time.perf_counter(), len(touched)))
-            open_answers -= sum(answer.finished for answer in touched)
+    with core.brisk():
+        for index, prompt in enumerate(prompts):
+            core.add(str(index), prompt, params)
+        while open_answers:
+            touched = core.step(patient=True)
+            if touched:
+                arrivals.append((time.perf_counter(), len(touched)))
+                open_answers -= sum(answer.finished for answer in touched)
     return Timeline(started, arrivals)
 
 
@@ -215,7 +216,7 @@ def _measure_batch(
         firsts.append(drive(llm.core, prompts, short).seconds)
         before, busy = llm.stats(), busy - (time.process_time() - began)
         began = time.process_time()
-        with loop_stamps(llm.core) as stamps:
+        with stamped_loops(llm.core) as stamps:
             timeline = drive(llm.core, prompts, long)
         after, busy = llm.stats(), busy + time.process_time() - began
         launches += after.decode_launches - before.decode_launches
@@ -244,17 +245,6 @@ def _measure_batch(
             **extra,
         },
     )
-
-
-@contextmanager
-def loop_stamps(core: EngineCore) -> Iterator[list[np.ndarray]]:
-    """Collects, for each loop that ends inside, the times of its beginning and of its steps' ends, in nanoseconds."""
-    stamps: list[np.ndarray] = []
-    core.pipeline.driver.stamps = stamps
-    try:
-        yield stamps
-    finally:
-        core.pipeline.driver.stamps = None
 
 
 def _params(workload: Workload, max_tokens: int) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mainspring.engine.detokenizer import Detokenizer
@@ -33,16 +34,17 @@ class Choice:
         self.logprobs.append(told)
         self.cumulative_logprob += told[token].logprob
 
-    def push(self, token: int, status: int) -> FinishReason | None:
-        """Take in the request's newest token; the finish reason if the choice ends with it."""
+    def push(self, tokens: Sequence[int], status: int) -> FinishReason | None:
+        """Take in the request's newest tokens, of which the last left ``status``; the finish reason if the choice ends
+        with them. Where it watches its text, one token at a time."""
         if status == STOPPED:
             self.finish_reason = "stop"
-            self.stop_reason = None if token in self.eos_token_ids else token
+            self.stop_reason = None if tokens[-1] in self.eos_token_ids else tokens[-1]
         elif status == EXHAUSTED:
             self.finish_reason = "length"
         if self.detokenizer is not None:
             stop = self.detokenizer.push(
-                [token], finished=self.finish_reason is not None, ended_by_stop_id=status == STOPPED
+                tokens, finished=self.finish_reason is not None, ended_by_stop_id=status == STOPPED
             )
             if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop

@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mainspring.engine.answers import Answer
+from mainspring.engine.conversations import Messages
 from mainspring.engine.errors import EngineError
-from mainspring.engine.llm import LLM, Messages, Prompt
+from mainspring.engine.llm import LLM, Prompt
 from mainspring.engine.outputs import RequestOutput
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.stats import EngineStats
@@ -282,10 +283,11 @@ class AsyncLLM:
         self._made.set_result(llm)
         try:
             while self._wait_for_work(llm):
-                for command in self._take_commands():
-                    command()
-                self._step(llm)
-                self._take_stats(llm, idle=not llm.core.has_work())
+                with llm.core.brisk():
+                    for command in self._take_commands():
+                        command()
+                    self._step(llm)
+                    self._take_stats(llm, idle=not llm.core.has_work())
         except BaseException as error:
             logger.exception("the engine has stopped")
             self.failure = error

@@ -8,7 +8,7 @@ import random
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -20,12 +20,12 @@ from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
 from mainspring.engine.errors import EngineError
 from mainspring.engine.generation_defaults import sampling_defaults
 from mainspring.engine.intake import Intake, Needs, whole_numbers
-from mainspring.engine.interpreter import asleep, at_work
+from mainspring.engine.interpreter import BRISK, switch_interval
 from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.limits import EngineLimits, choose_device, choose_launch_mode, derive_limits
 from mainspring.engine.loop_driver import LoopDriver
 from mainspring.engine.loops import Loops, RunningLoop
-from mainspring.engine.memory import plan_memory, record_ladder
+from mainspring.engine.memory import give_back_memory, plan_memory, record_ladder
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.pipeline import Pipeline
 from mainspring.engine.request import Request
@@ -81,6 +81,7 @@ class EngineCore:
         self.runner.allocate(self.memory.num_blocks)
         self.recorded = record_ladder(self.runner, self.memory)
         if self.launch_mode == "loop":
+            self.runner.waits_asleep = True
             self.runner.loops.prepare_ladder(PLAIN)
         self.scheduler = Scheduler(
             BlockPool(self.memory.num_blocks + 1, self.limits.block_size, settings.enable_prefix_caching),
@@ -100,6 +101,7 @@ class EngineCore:
             depth=1 if device.type == "cuda" and self.launch_mode != "eager" else 0,
             looping=self.launch_mode == "loop",
         )
+        self._shares_interpreter = device.type == "cuda" or self.launch_mode == "loop"
         self._eos_token_ids = frozenset(self.config.eos_token_ids)
         self._seeds = random.Random(settings.seed)
         self._arrivals = 0
@@ -234,9 +236,17 @@ class EngineCore:
         """Whether some request has not ended, or some step has not been read back."""
         return "pipeline" in self.__dict__ and bool(self._delivery.choices or self.pipeline.in_flight)
 
-    def step(self) -> list[Answer]:
+    def brisk(self) -> AbstractContextManager[None]:
+        """Around the steps of one drive, so that other threads of the program do not keep the interpreter for long
+        when the engine wants it back; each step does so by itself. See `interpreter`."""
+        return switch_interval.of(BRISK) if self._shares_interpreter else nullcontext()
+
+    def step(self, patient: bool = False) -> list[Answer]:
         """Launch what there is to launch, and hand out tokens: of the oldest step under way, or those of a running loop
         that have come since the last call, for which it waits for a moment if there are none.
+
+        ``patient`` says that the caller does nothing with tokens before their answer has ended: then they are taken
+        from a running loop many at a time, which saves the CPU work.
 
         Returns the answers that got tokens. Whatever a step raises, every request under way is aborted and the engine
         goes on, unless the device itself is lost or a loop failed: then all later calls raise ``EngineError``.
@@ -245,12 +255,11 @@ class EngineCore:
         with self._lock:
             under_way = () if self._busy else self.pipeline.in_flight
             head = under_way[0] if under_way else None
-            looping = self.pipeline.looping
-        if isinstance(head, RunningLoop):
-            with asleep(looping):
-                self.pipeline.driver.await_news(head)  # without the lock: others may add and abort meanwhile
-        with at_work(looping), self._exclusive():
-            return self._step()
+        with self.brisk():
+            if isinstance(head, RunningLoop):
+                self.pipeline.driver.await_news(head, patient)  # without the lock: others may add and abort meanwhile
+            with self._exclusive():
+                return self._step()
 
     def _step(self) -> list[Answer]:
         touched: Touched = {}
@@ -357,10 +366,14 @@ class EngineCore:
             if not isinstance(self._failure, LoopError):  # a device that is lost, or busy for ever, gives nothing back
                 self.runner.deallocate()
             del self.runner, self.pipeline
+            if os.getpid() == self._process and self._failure is None:
+                give_back_memory(self.limits.device)
         self._failure = self._failure or EngineError("it was closed")
 
     def stats(self) -> EngineStats:
-        """What the engine has done since it was made."""
+        """What the engine has done since it was made. Raises ``EngineError`` where it was closed."""
+        if "pipeline" not in self.__dict__:
+            self._check_alive()
         return self.pipeline.clock.stats(
             self.launch_mode, self.runner, self.scheduler, self._delivery.tokens, self.pipeline.driver
         )

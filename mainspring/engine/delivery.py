@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
+
+import numpy as np
 
 from mainspring.engine.answers import Answer, Choice
 from mainspring.engine.detokenizer import TokenDecoder
 from mainspring.engine.errors import EngineError, RequestError
 from mainspring.engine.intake import Intake
-from mainspring.engine.launched import PromptRead, RowResult
+from mainspring.engine.launched import PromptRead, RowResult, row_results
 from mainspring.engine.logprobs import TokenText, unpack_logprobs
 from mainspring.engine.request import FinishReason, Request
 from mainspring.engine.scheduler import Scheduler
-from mainspring.engine.step import EXHAUSTED, IDLE, STOPPED
+from mainspring.engine.step import EXHAUSTED, IDLE, RUNNING, STOPPED
 
+#: Why an answer ends, by the status that its last step left.
+END_REASONS: Mapping[int, FinishReason] = {STOPPED: "stop", EXHAUSTED: "length"}
 #: Answers that got something, by request id.
 Touched = dict[str, Answer]
 
 
 class Untold(NamedTuple):
-    """A token that is accounted for and whose text is still to be made."""
+    """Tokens that are accounted for and whose text is still to be made; ``status`` is the last one's."""
 
     choice: Choice
-    token: int
+    tokens: Sequence[int]
     status: int
 
 
@@ -69,22 +73,56 @@ class Delivery:
                 choice.push_logprobs(unpack_logprobs(logprobs, token, k, self._token_text(request)), token)
             reason: FinishReason | None
             if choice.watches_text:
-                reason = choice.push(token, status)
+                reason = choice.push((token,), status)
                 if reason is not None and status not in (STOPPED, EXHAUSTED):
                     ended_here.append(request)
             else:
-                reason = "stop" if status == STOPPED else "length" if status == EXHAUSTED else None
-                self._untold.append(Untold(choice, token, status))
+                reason = END_REASONS.get(status)
+                self._untold.append(Untold(choice, (token,), status))
             if reason is not None:
                 self._scheduler.finish(request, reason)
                 del self.choices[request]
         return ended_here
 
+    def take_steps(self, requests: Sequence[Request], records: np.ndarray, touched: Touched) -> list[Request]:
+        """`take` for the ``records`` ``[steps, rows or more, 2 or more]`` int32 of a loop: the same outcome, at the
+        price of a call for each row instead of each token, where no row's text or log-probabilities are asked for."""
+        entries = [self.choices.get(request) for request in requests]
+        if any(
+            entry is not None and (entry[1].watches_text or entry[1].request.params.logprobs is not None)
+            for entry in entries
+        ):
+            ended_here: list[Request] = []
+            for record in records:
+                ended_here += self.take(row_results(requests, record), touched)
+            return ended_here
+        finished: list[tuple[int, int, Request, FinishReason]] = []
+        steps = len(records)
+        rows = records[:, : len(requests), :2].transpose(1, 2, 0).tolist()
+        for row, (request, entry, (tokens, statuses)) in enumerate(zip(requests, entries, rows, strict=True)):
+            if entry is None:
+                continue
+            answer, choice = entry
+            if statuses.count(RUNNING) != steps:
+                last = next(index for index, status in enumerate(statuses) if status != RUNNING)
+                if statuses[last] == IDLE:
+                    raise EngineError(f"the step did nothing for request {request.request_id}, which has not ended")
+                tokens, statuses = tokens[: last + 1], statuses[: last + 1]
+                finished.append((last, row, request, END_REASONS[statuses[last]]))
+            self._scheduler.append_tokens(request, tokens)
+            self.tokens += len(tokens)
+            touched[answer.request_id] = answer
+            self._untold.append(Untold(choice, tokens, statuses[-1]))
+        for _, _, request, reason in sorted(finished, key=lambda end: end[:2]):  # as the device ended them
+            self._scheduler.finish(request, reason)
+            del self.choices[request]
+        return []
+
     def tell(self) -> None:
         """Make the text of what was taken. Nothing is scheduled by it, so the next step is launched before."""
         untold, self._untold = self._untold, []
-        for choice, token, status in untold:
-            choice.push(token, status)
+        for choice, tokens, status in untold:
+            choice.push(tokens, status)
 
     def take_prompt(self, read: PromptRead) -> None:
         """Hand out log-probabilities of a prompt's tokens."""
@@ -125,9 +163,9 @@ class Delivery:
         answers = [answer for answer, _ in self.choices.values()]
         self.choices.clear()
         untold, self._untold = self._untold, []
-        for choice, token, status in untold:
+        for choice, tokens, status in untold:
             with suppress(Exception):  # which may be what everything is ended for
-                choice.push(token, status)
+                choice.push(tokens, status)
             choice.end("abort")
         return answers
 

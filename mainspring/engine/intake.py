@@ -39,7 +39,7 @@ class Intake:
     Args:
         vocab_size: ids in the vocabulary.
         eos_token_ids: the model's own end-of-sequence ids.
-        tokenizer: for ``bad_words``; None where the engine has none.
+        tokenizer: for ``stop`` and ``bad_words``; None where the engine has none.
         max_logprobs: the most that ``logprobs`` and ``prompt_logprobs`` may ask for.
     """
 
@@ -56,6 +56,11 @@ class Intake:
 
     def needs(self, params: SamplingParams) -> Needs:
         """Check ``params`` and turn texts into ids."""
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                "stop needs a tokenizer to look for texts, and this engine has none (skip_tokenizer_init); give "
+                "stop_token_ids"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         bias = params.logit_bias or {}

@@ -1,9 +1,10 @@
 """The interpreter's lock, where other threads of the program want it all the time.
 
-Python hands it over when a waiting thread has waited for the *switch interval* (5 ms). That is long for a thread that
-wakes up to hand out a token, and short for one that is queuing the hundreds of kernels of a prefill step, which would
-give the lock up in the middle, again and again. So the engine shortens the interval while it sleeps, and lengthens it
-while it launches; where the program has no other thread, nothing is touched.
+Whoever wants it back asks for it after the *switch interval* (5 ms). The engine lets go of it again and again: in every
+operation that it queues, of which a prefill step has hundreds, in every copy, and whenever it sleeps. Most of the time
+it has it back before another thread has woken up. Each time that it has not, it waits for one interval; so the interval
+is short while the engine has something to do. Not shorter than this: the other threads ask after the same interval, and
+each operation lets go of the lock before they do.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
-#: Switch interval in seconds while the engine sleeps, and while it launches: about what a prefill step takes the CPU.
-ASLEEP, AT_WORK = 1e-4, 2e-2
+#: Switch interval in seconds while the engine has something to do.
+BRISK = 1e-4
 
 
 class SwitchInterval:
@@ -50,13 +51,3 @@ class SwitchInterval:
 
 #: There is one interpreter in a process, and so one of these.
 switch_interval = SwitchInterval()
-
-
-def asleep(looping: bool) -> AbstractContextManager[None]:
-    """Around a wait, where loops run: the interpreter is to be had soon after it. The device goes on meanwhile."""
-    return switch_interval.of(ASLEEP) if looping else nullcontext()
-
-
-def at_work(looping: bool) -> AbstractContextManager[None]:
-    """Around scheduling and launching, where loops run: the device may be waiting for it."""
-    return switch_interval.of(AT_WORK) if looping else nullcontext()

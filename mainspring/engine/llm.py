@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mainspring.engine.answers import Answer
+from mainspring.engine.conversations import Messages, conversations, render
 from mainspring.engine.core import EngineCore
 from mainspring.engine.errors import RequestError
 from mainspring.engine.interrupts import HeldInterrupts, interrupts_between_steps
@@ -24,8 +25,6 @@ from mainspring.graphs import AuditReport, Recording
 
 #: A prompt: text, or token ids as ``{"prompt_token_ids": [...]}``, or text as ``{"prompt": "..."}``.
 Prompt = str | Mapping[str, Any]
-#: A conversation: ``[{"role": "user", "content": "..."}, ...]``.
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -72,8 +71,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        encoded = [self._encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        encoded = [self._encode_chat(conversation) for conversation in conversations(messages)]
         return self._run(encoded, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -138,7 +136,7 @@ class LLM:
         if len(ranks) != len(prompts):
             raise RequestError(f"{len(ranks)} priorities for {len(prompts)} prompts; give one per prompt")
         answers: list[Answer] = []
-        with interrupts_between_steps() as interrupts:
+        with interrupts_between_steps() as interrupts, self.core.brisk():
             try:
                 for (text, token_ids), each, rank in zip(prompts, params, ranks, strict=True):
                     answers.append(self.core.add(self._next_id(), token_ids, each, prompt=text, priority=rank))
@@ -156,7 +154,7 @@ class LLM:
         with tqdm(total=len(answers), disable=not use_tqdm) as bar:
             while waiting:
                 with interrupts.step():
-                    self.core.step()
+                    self.core.step(patient=True)
                 interrupts.check()
                 # In order, and not by what this step touched: another thread's step may have finished an answer.
                 while waiting and (waiting[0].finished or waiting[0].error is not None):
@@ -242,10 +240,7 @@ class LLM:
         return prompt, self._tokenize(prompt)
 
     def _encode_chat(self, messages: Messages) -> tuple[str, list[int]]:
-        tokenizer = self._tokenizer()
-        if not tokenizer.chat_template:
-            raise RequestError(f"model {self.core.settings.model!r} has no chat template; use generate")
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = render(self._tokenizer(), messages, self.core.settings.model)
         return text, self._tokenize(text, add_special_tokens=False)
 
     def _tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:

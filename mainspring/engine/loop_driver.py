@@ -250,13 +250,38 @@ class LoopDriver:
 
     # -- waiting -------------------------------------------------------------------------------------------
 
-    def await_news(self, loop: RunningLoop) -> None:
-        """Wait until there are tokens of ``loop``, or someone rings the bell; without the engine's lock."""
+    def await_news(self, loop: RunningLoop, patient: bool = False) -> None:
+        """Wait until there are tokens of ``loop``, or someone rings the bell; without the engine's lock.
+
+        ``patient`` says that nobody reads tokens before their answer has ended: then until there are many, or it ends.
+        """
         deadline = time.perf_counter() + LONGEST_WAIT
-        while not loop.has_news() and time.perf_counter() < deadline:
-            left = min(loop.longest, loop.until - self._runner.steps_launched) - loop.taken
-            if self.bell.wait(self.times.look_again(loop.rung, len(loop.requests), left, loop.ringing)):
+        rows = _running(loop)
+        left = min(loop.longest, loop.until - self._runner.steps_launched) - loop.taken
+        enough, may_stop = 1, any(request.stop_ids for request in rows)
+        if patient and not loop.ringing and not (may_stop and len(rows) > 1):
+            # A row that ends gives way to a waiting request, or to a lower rung.
+            left = min([left, *(request.max_total_tokens - request.num_tokens for request in rows)])
+            enough = self._enough(loop, rows, left)
+        while not loop.has_news(enough) and time.perf_counter() < deadline:
+            if enough > 1 and not loop.ringing:
+                due = enough - loop.post.pending
+                seconds = self.times.sleep_through(loop.rung, due, left <= enough, may_stop)
+            else:
+                looked_for = 1 if patient else len(loop.requests)
+                seconds = self.times.look_again(loop.rung, looked_for, left, loop.ringing)
+            if self.bell.wait(seconds):
                 return
+
+    def _enough(self, loop: RunningLoop, rows: list[Request], left: int) -> int:
+        """Steps that are worth a look of somebody who only waits for the end; the first row ends in ``left`` steps."""
+        if any(request.params.stop for request in rows):
+            return 1  # only the CPU knows when such a row ends
+        enough = min(self.times.unseen_steps(loop.rung), left, loop.post.mailbox.depth // 4)
+        if loop.spare != UNLIMITED and not loop.settled:  # more blocks are wanted in time
+            reserved = loop.until - self._runner.steps_launched - loop.taken
+            enough = min(enough, max(reserved - self._steps_ahead // 2, reserved // 2))
+        return max(1, enough)
 
 
 def _running(loop: RunningLoop) -> list[Request]:

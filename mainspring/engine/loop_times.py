@@ -20,6 +20,10 @@ LOOK, MOST_LOOKS = 2e-3, 8
 LONGEST_LOOK = 5e-3
 #: Seconds between looks while the end is due.
 LOOK_AT_END = 50e-6
+#: Looks during the step with which a loop ends, where nobody waits for its tokens.
+LOOKS_IN_LAST_STEP = 8
+#: Steps, and seconds, for which a loop may go unseen where nobody reads tokens before their answer has ended.
+UNSEEN_STEPS, UNSEEN_SECONDS = 64, 40e-3
 
 
 class StepTimes:
@@ -58,6 +62,22 @@ class StepTimes:
         if here is None or there is None:
             return 2 * rows <= size
         return (here - there) * min(steps_left, HORIZON) > self.switch_seconds
+
+    def unseen_steps(self, rung: Rung) -> int:
+        """Steps for which a loop may go unseen where nobody waits for its tokens; 1 where they are slow, or unknown."""
+        step = self._seconds.get(rung)
+        return 1 if step is None else max(1, min(UNSEEN_STEPS, int(UNSEEN_SECONDS / max(step, 1e-9))))
+
+    def sleep_through(self, rung: Rung, steps: int, is_end: bool, may_stop: bool) -> float:
+        """Seconds to sleep until ``steps`` steps more will have come; where the loop ends with the last of them,
+        ``is_end``, until before it, and then in short pieces. ``may_stop`` says that it may end at any moment.
+
+        The rung has been measured.
+        """
+        step = self._seconds[rung]
+        short = max(LOOK_AT_END, step / LOOKS_IN_LAST_STEP)
+        seconds = (steps - 1 if is_end else steps) * step
+        return max(short, min(seconds, LOOK) if may_stop else seconds)
 
     def look_again(self, rung: Rung, rows: int, steps_to_end: int, ending: bool) -> float:
         """Seconds until a running loop of ``rows`` rows is worth looking at again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,17 +33,23 @@ class Post:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
-        self.waiting: deque[np.ndarray] = deque()
+        self.waiting = np.empty((0, *mailbox.record_shape), dtype=np.int32)
 
     @property
     def pending(self) -> int:
         """Records that nobody has taken."""
         return len(self.waiting) + self.mailbox.pending
 
-    def take(self, count: int) -> list[np.ndarray]:
-        """The oldest ``count`` records, or as many as there are."""
-        self.waiting.extend(self.mailbox.read())
-        return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+    def take(self, count: int) -> np.ndarray:
+        """The oldest ``count`` records, or as many as there are: int32 ``[records, rows, width]``."""
+        new = self.mailbox.read_block()
+        known = np.concatenate([self.waiting, new]) if len(self.waiting) else new
+        self.waiting = known[count:]
+        return known[:count]
+
+    def clear(self) -> None:
+        """Drop what nobody has taken."""
+        self.take(self.pending)
 
 
 @dataclass(eq=False)
@@ -87,15 +92,16 @@ class RunningLoop:
         self.ringing = True
         self.loop.ring_doorbell()
 
-    def has_news(self) -> bool:
-        """Whether there are records to take, or the launch has ended, in whichever way."""
+    def has_news(self, enough: int = 1) -> bool:
+        """Whether there are ``enough`` records to take, or the launch has ended, in whichever way."""
         try:
-            return self.post.pending > 0 or not self.loop.poll(self.launch).running
+            return self.post.pending >= enough or not self.loop.running(self.launch)
         except LoopError:  # which `take` raises, where it is dealt with
             return True
 
-    def take(self) -> list[np.ndarray]:
-        """The records of the iterations done since the last call; ``end`` is set once all were taken.
+    def take(self) -> np.ndarray:
+        """The records of the iterations done since the last call, int32 ``[records, rows, width]``; ``end`` is set once
+        all were taken.
 
         Raises:
             LoopError: the launch failed.
@@ -105,9 +111,9 @@ class RunningLoop:
         records = self.post.take(progress.iterations - self.taken)
         self.taken += len(records)
         if self.history is not None:
-            self.history += records
+            self.history.extend(records)
         now = time.perf_counter()
-        if records:
+        if len(records):
             self.seen = now
         if not progress.running and self.taken == progress.iterations:
             self.end = self.loop.join(self.stuck_after, self.launch)
@@ -267,8 +273,7 @@ class Loops:
         for running in launched:
             running.wait()
         for post in self._posts.values():
-            post.mailbox.read()
-            post.waiting.clear()
+            post.clear()
 
     def release(self, variant: str | None = None) -> None:
         """Give up the loops over one variant's recordings, or over all, when those under way have ended."""

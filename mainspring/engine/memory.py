@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def plan_memory(runner: ModelRunner, settings: EngineSettings) -> MemoryPlan:
     """
     device = runner.limits.device
     block_bytes = runner.kv_spec.block_bytes
+    give_back_memory(device)  # what an engine before this one had may still lie in torch's cache
     runner.allocate(PROBE_BLOCKS)
     before = _bytes_in_use(device)
     runner.dry_prefill()
@@ -149,6 +151,14 @@ def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
     if device.type == "cuda":
         return _bytes_in_use(device)
     return int(runner.runners[PLAIN].pool.nbytes)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Return what torch keeps of freed memory to the device, for other engines and other processes."""
+    if device.type == "cuda":
+        gc.collect()
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 def _bytes_in_use(device: torch.device) -> int:

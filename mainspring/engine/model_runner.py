@@ -42,6 +42,10 @@ class ModelRunner:
     """One model's fixed buffers, KV cache and recorded steps on one device.
 
     The KV cache and the recordings are made by ``allocate``; until then nothing can be launched.
+
+    Attributes:
+        waits_asleep: whether waiting for a step's tokens takes no processor time, where it costs nobody a step: in loop
+            mode, in which what comes next is launched already.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class ModelRunner:
         self.decode_launches = 0
         self.downloads = 0
         self.steps_launched = 0
+        self.waits_asleep = False
         self._step: Step | None = None
         self.eager_steps: Counter[str] = Counter()
         self.eager_operations = 0
@@ -174,7 +179,8 @@ class ModelRunner:
         return {runner.name: runner.audit() for runner in self.all_runners}
 
     def verify(self) -> int:
-        """Compare every recording with an eager run, bit for bit; returns how many there were."""
+        """Compare every recording with an eager run, bit for bit; returns how many there were. Loops end first."""
+        self.loops.end()
         return sum(len(runner.verify()) for runner in self.all_runners)
 
     @property
@@ -386,7 +392,8 @@ class ModelRunner:
         """Queue the reading of the record that the step launched last leaves."""
         self.steps_launched += 1
         self.downloads += 1
-        return TokenRead(tuple(requests), Download(self.record_of(variant)[: len(requests)]), held)
+        record = self.record_of(variant)[: len(requests)]
+        return TokenRead(tuple(requests), Download(record, self.waits_asleep), held)
 
     def record_of(self, variant: str) -> torch.Tensor:
         """Where a variant of the step leaves what the CPU reads: ``[max rows, 2 or more]`` int32."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from mainspring.engine.delivery import Delivery, Touched
-from mainspring.engine.interpreter import asleep
-from mainspring.engine.launched import LaunchedStep, RowResult, row_results
+from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.loop_driver import LoopDriver
 from mainspring.engine.loops import RunningLoop
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.plan import DecodePlan, PrefillPlan
+from mainspring.engine.request import Request
 from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.stats import StepClock
 
@@ -68,8 +67,9 @@ class Pipeline:
         """Schedule and launch a step, or a loop of steps, and read back the oldest if enough are under way."""
         plan = self._scheduler.schedule(may_preempt=not self.in_flight)
         if plan is not None:
+            self.clock.starting(idle=not self.in_flight)
             step = self._launched(plan, held)
-            self.clock.launched(plan, step, idle=not self.in_flight)
+            self.clock.launched(plan, step)
             self.in_flight.append(step)
         head = self.in_flight[0] if self.in_flight else None
         if isinstance(head, LaunchedStep) and (plan is None or len(self.in_flight) > (0 if held else self.depth)):
@@ -99,8 +99,8 @@ class Pipeline:
         while self.in_flight and isinstance(loop := self.in_flight[0], RunningLoop):
             before, tokens = loop.seen, self._delivery.tokens
             records = loop.take()
-            for record in records:
-                self._hand_out(row_results(loop.requests, record), touched)
+            if len(records):
+                self._tell_of(self._delivery.take_steps(loop.requests, records, touched))
             self.driver.taken(loop, len(records), before)
             self.clock.looped(len(records), self._delivery.tokens - tokens)
             if loop.end is None:
@@ -119,15 +119,13 @@ class Pipeline:
 
     def _read_back(self, launched: LaunchedStep, touched: Touched) -> None:
         """Wait for a step and give its tokens to their answers, which are added to ``touched``."""
-        with asleep(self.looping):
-            results = launched.results()
+        results = launched.results()
         self.clock.arrived(launched)
         for read in launched.prompt_reads:
             self._delivery.take_prompt(read)
-        self._hand_out(results, touched)
+        self._tell_of(self._delivery.take(results, touched))
         self._delivery.fail(launched.failures, touched)
 
-    def _hand_out(self, results: Sequence[RowResult], touched: Touched) -> None:
-        ended = self._delivery.take(results, touched)
+    def _tell_of(self, ended: list[Request]) -> None:
         if ended:
             self.driver.tell_of_ending(self.last_loop, ended, "stop string")

@@ -205,6 +205,8 @@ def _texts(name: str, values: Iterable[Any] | None) -> tuple[str, ...]:
             raise TypeError(f"{name} holds {text!r}; it holds texts")
         if not text:
             raise ValueError(f"{name} holds an empty text, which is everywhere; leave it out")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(f"{name} holds {text!r}, in which half of a surrogate pair is no text; decode it as UTF-8")
     return texts
 
 

@@ -111,10 +111,21 @@ class Scheduler:
         Raises:
             SchedulerError: the request does not run or has nothing in flight.
         """
-        if request.status is not RequestStatus.RUNNING or request.in_flight < 1:
-            raise SchedulerError(f"{describe(request)} cannot take a token: none is in flight for it")
-        request.in_flight -= 1
-        request.output_token_ids.append(token_id)
+        return self.append_tokens(request, (token_id,))
+
+    def append_tokens(self, request: Request, token_ids: Sequence[int]) -> bool:
+        """Take the tokens of the request's oldest steps in flight, in order; True if the last reached the token limit.
+
+        Raises:
+            SchedulerError: the request does not run or has fewer steps in flight.
+        """
+        if request.status is not RequestStatus.RUNNING or request.in_flight < len(token_ids):
+            launched = f"only {request.in_flight} are" if request.in_flight else "none is"
+            raise SchedulerError(
+                f"{describe(request)} cannot take {len(token_ids)} token(s): {launched} in flight for it"
+            )
+        request.in_flight -= len(token_ids)
+        request.output_token_ids.extend(token_ids)
         # The new token's own KV is left out even if a step that writes it is in flight: where the token ends
         # the answer, the device knows it too, and writes nothing more for that row.
         num_written = request.num_computed_tokens - request.in_flight

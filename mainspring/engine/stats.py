@@ -76,10 +76,13 @@ class StepClock:
         self.busy_seconds = 0.0
         self._last = 0.0
 
-    def launched(self, plan: PrefillPlan | DecodePlan, step: LaunchedStep | RunningLoop, idle: bool) -> None:
-        """A step, or a loop, was launched; ``idle`` says that no other was under way."""
+    def starting(self, idle: bool) -> None:
+        """A step, or a loop, is about to be launched; ``idle`` says that no other is under way."""
         if idle:
             self._last = time.perf_counter()
+
+    def launched(self, plan: PrefillPlan | DecodePlan, step: LaunchedStep | RunningLoop) -> None:
+        """A step, or a loop, was launched. On a CPU that is when a step has been computed."""
         if isinstance(plan, DecodePlan) and isinstance(step, LaunchedStep):
             self.decode_steps += 1
             self.decode_rows += len(plan.requests)

@@ -64,8 +64,8 @@ class AuditReport:
         rungs: recordings looked at.
         addresses: entries of their address books that are pointers.
         struct_addresses: entries that were only seen within structs.
-        unresolved: words within structs that look like device addresses but lay in nothing known when they were read;
-            they are no findings, since they may well be no addresses.
+        unresolved: words of no known type (within structs, or 8 bytes of a library's kernel) that look like device
+            addresses but lay in nothing known when they were read; they are no findings, since they may well be none.
         owners: address book entries by kind of owner.
         seconds: time that it took.
     """
@@ -126,23 +126,67 @@ class _Book:
     @classmethod
     def of(cls, rung: RungRecording) -> _Book:
         entries = [entry for entry in rung.addresses if entry.address is not None]
-        names = tuple(dict.fromkeys(entry.owner for entry in entries))
-        kinds = tuple(dict.fromkeys(entry.kind for entry in entries))
-        at = {name: index for index, name in enumerate(names)}
+        names: dict[str, int] = {}
+        kinds: dict[str, int] = {}
         named = [entry.owner for entry in rung.addresses if entry.kind in ("buffer", "opaque")]
         pointers = sum(entry.typed for entry in entries)
         return cls(
             np.array([entry.address for entry in entries], dtype=np.uint64),
-            np.array([at[entry.owner] for entry in entries], dtype=np.int32),
-            np.array([kinds.index(entry.kind) for entry in entries], dtype=np.int8),
+            np.array([names.setdefault(entry.owner, len(names)) for entry in entries], dtype=np.int32),
+            np.array([kinds.setdefault(entry.kind, len(kinds)) for entry in entries], dtype=np.int8),
             np.array([entry.typed for entry in entries], dtype=np.bool_),
-            names,
-            kinds,
+            tuple(names),
+            tuple(kinds),
             tuple(dict.fromkeys(named)),
             pointers,
             len(entries) - pointers,
             rung.unresolved,
         )
+
+    def is_kind(self, *kinds: str) -> npt.NDArray[np.bool_]:
+        """Which entries are of one of these kinds; [n] bool."""
+        which = [index for index, kind in enumerate(self.kind_names) if kind in kinds]
+        found: npt.NDArray[np.bool_] = np.isin(self.kinds, which)
+        return found
+
+    def is_owner(self, name: str) -> npt.NDArray[np.bool_]:
+        """Which entries lie in what has this name; [n] bool."""
+        return np.equal(self.owners, self.names.index(name) if name in self.names else -1)
+
+
+class _Uses:
+    """Which operations use an owner or an address: read anew, each rung once, since only a finding needs to know."""
+
+    def __init__(self, runner: RecordedRunner, books: Mapping[int, _Book]) -> None:
+        self._runner = runner
+        self._books = books
+        self._texts: dict[int, dict[str | int | None, list[str]]] = {}
+
+    def of(self, sizes: Iterable[int], key: str | int) -> tuple[str, ...]:
+        """The operations, with their parameter, of the rungs in `sizes` that use `key`, an owner or an address."""
+        sizes = list(sizes)
+        runner = self._runner
+        missing = {size: runner.graphs[size] for size in sizes if size not in self._texts and size in runner.graphs}
+        if missing:
+            books = [self._books[size] for size in missing if size in self._books]
+            recording = read_graphs(
+                missing,
+                runner.buffers,
+                runner.pool,
+                name=runner.name,
+                device=runner.device,
+                expected={address for book in books for address in book.addresses[book.typed].tolist()},
+            )
+            for rung in recording.rungs:
+                texts = self._texts[rung.size] = {}
+                for operation in rung.operations:
+                    for use in operation.uses:
+                        text = (
+                            f"rung {rung.size}: operation {operation.index} {operation.name}, parameter {use.parameter}"
+                        )
+                        texts.setdefault(use.owner, []).append(text)
+                        texts.setdefault(use.address, []).append(text)
+        return tuple(text for size in sizes for text in self._texts.get(size, {}).get(key, ()))
 
 
 class Auditor:
@@ -158,6 +202,7 @@ class Auditor:
     def __init__(self, runner: RecordedRunner) -> None:
         self._runner = runner
         self._books: dict[int, _Book] = {}
+        self._held: tuple[list[tuple[OutsideTensor, ...]], dict[int, int]] = [], {}
 
     def take(self, sizes: Iterable[int]) -> Recording:
         """Read the rungs in `sizes` as they are now, which is right after they were recorded."""
@@ -185,9 +230,9 @@ class Auditor:
                 continue
             change = self._runner.buffers.change(name)
             if change is not None:
-                raise StaleAddressError(name, *change, self._uses([size], name))
-        for outside, became in self._changed([size]):
-            uses = self._uses([size], outside.owner) or (f"rung {size}: {outside.operation}",)
+                raise StaleAddressError(name, *change, _Uses(self._runner, self._books).of([size], name))
+        for _, outside, became in self._changed([size]):
+            uses = _Uses(self._runner, self._books).of([size], outside.owner) or (f"rung {size}: {outside.operation}",)
             raise StaleAddressError(outside.owner, outside.recorded, became[1], uses)
 
     def audit(self, sizes: Iterable[int] | None = None) -> AuditReport:
@@ -198,15 +243,16 @@ class Auditor:
         missing = [size for size in sizes if size not in self._books]
         if missing:
             self.take(missing)
-        findings = [*self._named_findings(sizes), *self._outside_findings(sizes), *self._escaped(sizes)]
+        uses = _Uses(runner, self._books)
+        findings = [*self._named_findings(sizes, uses), *self._outside_findings(sizes), *self._escaped(sizes)]
         if runner.pool.device.type == "cuda":
             told = {finding.owner for finding in findings}
-            findings += [finding for finding in self._memory_findings(sizes) if finding.owner not in told]
+            findings += [finding for finding in self._memory_findings(sizes, uses) if finding.owner not in told]
         books = [self._books[size] for size in sizes]
         owners: dict[str, int] = {}
         for book in books:
-            for kind, count in zip(*np.unique(book.kinds, return_counts=True), strict=True):
-                owners[book.kind_names[kind]] = owners.get(book.kind_names[kind], 0) + int(count)
+            for kind, count in zip(book.kind_names, np.bincount(book.kinds).tolist(), strict=True):
+                owners[kind] = owners.get(kind, 0) + count
         return AuditReport(
             findings=tuple(findings),
             rungs=len(books),
@@ -217,7 +263,7 @@ class Auditor:
             seconds=time.perf_counter() - started,
         )
 
-    def _named_findings(self, sizes: list[int]) -> list[Finding]:
+    def _named_findings(self, sizes: list[int], uses: _Uses) -> list[Finding]:
         users: dict[str, list[int]] = {}
         for size in sizes:
             for name in self._books[size].buffers:
@@ -227,20 +273,19 @@ class Auditor:
             change = self._runner.buffers.change(name) if name in self._runner.buffers else _removed(name)
             if change is not None:
                 what = "moved" if change[1].startswith("address") else "freed"
-                uses = self._uses(rungs, name)
-                findings.append(Finding(what, name, tuple(rungs), uses, *change, self._first(rungs, name)))
+                used = uses.of(rungs, name)
+                findings.append(Finding(what, name, tuple(rungs), used, *change, self._first(rungs, name)))
         return findings
 
     def _outside_findings(self, sizes: list[int]) -> list[Finding]:
         found: dict[int, Finding] = {}
-        for size in sizes:
-            for outside, (what, current) in self._changed([size]):
-                known = found.get(outside.reference.cdata)
-                rungs = (*known.rungs, size) if known else (size,)
-                uses = (*(known.uses if known else ()), f"rung {size}: {outside.operation}")
-                found[outside.reference.cdata] = Finding(
-                    what, outside.owner, rungs, uses, outside.recorded, current, outside.address
-                )
+        for size, outside, (what, current) in self._changed(sizes):
+            known = found.get(outside.reference.cdata)
+            rungs = (*known.rungs, size) if known else (size,)
+            uses = (*(known.uses if known else ()), f"rung {size}: {outside.operation}")
+            found[outside.reference.cdata] = Finding(
+                what, outside.owner, rungs, uses, outside.recorded, current, outside.address
+            )
         return list(found.values())
 
     def _escaped(self, sizes: list[int]) -> list[Finding]:
@@ -257,55 +302,55 @@ class Auditor:
             for what in self._runner.graphs[size].escaped
         ]
 
-    def _memory_findings(self, sizes: list[int]) -> list[Finding]:
+    def _memory_findings(self, sizes: list[int], uses: _Uses) -> list[Finding]:
         """Addresses that lie in memory which nobody owns now, or which they were recorded with from the start."""
         runner = self._runner
         spans = SpanMap(cuda_spans(runner.graphs.values(), runner.buffers, runner.pool), RANKS)
+        is_freed = np.array([*(span.kind == "freed" for span in spans.spans), False])  # the last is for -1
         findings: dict[str, Finding] = {}
         for size in sizes:
             book = self._books[size]
             now = spans.find_all(book.addresses)
-            for at, index in enumerate(now.tolist()):
+            freed = is_freed[now]
+            ours = book.is_kind("pool", "tensor") | book.is_owner("torch workspace")
+            gone = freed | ((now < 0) & ours)
+            # A word that pointed into some workspace may never have been an address; tensors have entries of their own.
+            bad = (gone | book.is_kind(*_BAD)) & (book.typed | ~book.is_kind("workspace"))
+            for at in np.flatnonzero(bad).tolist():
                 kind, owner = book.kind_names[book.kinds[at]], book.names[book.owners[at]]
-                freed = index >= 0 and spans.spans[index].kind == "freed"
-                lost = index < 0 and (kind in ("pool", "tensor") or owner == "torch workspace")
-                if not freed and not lost and kind not in _BAD:
-                    continue
-                if kind == "workspace" and not book.typed[at]:
-                    continue  # it may never have been an address; tensors that are used have an entry of their own
                 address = int(book.addresses[at])
                 what = "unknown" if kind == "unknown" else "freed"
-                current = "in memory that nobody owns" if freed or lost else "in memory that nobody was known to own"
+                current = "in memory that nobody owns" if gone[at] else "in memory that nobody was known to own"
                 known = findings.get(owner)
                 rungs = tuple(dict.fromkeys((*(known.rungs if known else ()), size)))
-                uses = (*(known.uses if known else ()), *self._uses([size], owner, address))
+                used = (*(known.uses if known else ()), *uses.of([size], address))
                 first = known.address if known else address
-                findings[owner] = Finding(what, owner, rungs, uses, f"address {first:#x}", current, first)
+                findings[owner] = Finding(what, owner, rungs, used, f"address {first:#x}", current, first)
         return list(findings.values())
 
-    def _changed(self, sizes: Iterable[int]) -> Iterable[tuple[OutsideTensor, tuple[str, str]]]:
-        """The tensors from outside, without a name, that are not what they were."""
-        graphs = self._runner.graphs
-        held = holders_by_storage(graph.outside for graph in graphs.values())
-        buffers = self._runner.buffers
+    def _changed(self, sizes: Iterable[int]) -> Iterable[tuple[int, OutsideTensor, tuple[str, str]]]:
+        """The tensors from outside, without a name, that are not what they were, with the rung that uses them."""
+        graphs, owner_of = self._runner.graphs, self._runner.buffers.owner_of
+        held = self._holders()
+        changes: dict[tuple[int, ...], tuple[str, str] | None] = {}  # rungs use the same ones
         for size in sizes:
             for outside in graphs[size].outside:
-                became = outside.change(held.get(outside.reference.cdata))
-                if became is not None and buffers.owner_of(outside.address) is None:
-                    yield outside, became
+                key = outside.key
+                if key not in changes:
+                    named = owner_of(outside.address) is not None
+                    changes[key] = None if named else outside.change(held.get(outside.reference.cdata))
+                became = changes[key]
+                if became is not None:
+                    yield size, outside, became
 
-    def _uses(self, sizes: Iterable[int], owner: str, address: int | None = None) -> tuple[str, ...]:
-        """Which operations of these rungs use `owner`, read anew: only a finding needs to know."""
-        runner = self._runner
-        graphs = {size: runner.graphs[size] for size in sizes if size in runner.graphs}
-        recording = read_graphs(graphs, runner.buffers, runner.pool, name=runner.name, device=runner.device)
-        return tuple(
-            f"rung {rung.size}: operation {operation.index} {operation.name}, parameter {use.parameter}"
-            for rung in recording.rungs
-            for operation in rung.operations
-            for use in operation.uses
-            if (use.owner == owner if address is None else use.address == address)
-        )
+    def _holders(self) -> dict[int, int]:
+        """How many tensors of the recordings hold each storage, counted anew where there are other recordings."""
+        listed = [graph.outside for graph in self._runner.graphs.values()]
+        known, held = self._held
+        if len(known) != len(listed) or any(one is not other for one, other in zip(known, listed, strict=True)):
+            held = holders_by_storage(listed)
+            self._held = listed, held
+        return held
 
     def _first(self, sizes: Iterable[int], owner: str) -> int | None:
         for size in sizes:

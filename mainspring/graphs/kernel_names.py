@@ -1,18 +1,21 @@
-"""Kernel names as a person would say them, and which of a kernel's parameters are pointers."""
+"""Kernel names as a person would say them, and what they tell of a kernel's parameters."""
 
 from __future__ import annotations
 
 import re
+import sys
 from functools import lru_cache
 
 import torch
 
-__all__ = ["demangle", "parameter_types", "readable"]
+__all__ = ["demangle", "has_typed_pointers", "parameter_types", "readable"]
 
 _CLOSING = {"<": ">", "(": ")", "[": "]", "{": "}"}
 _NAMESPACES = re.compile(r"\b(?:\w+|\(anonymous namespace\))::")
 _SPECIALISED = re.compile(r"_(?:\d+[cde]*)+$")
 _LENGTH = re.compile(r"\d+")
+_LIBRARIES = re.compile("cublas|cudnn|cusparse|cusolver|cufft|cutlass")
+_OURS = "mainspring_"
 _TELLING = re.compile(r"\b(\w+(?:Functor\w*|Ops?|_kernel_cuda|_kernel_impl))\b")
 
 
@@ -58,6 +61,35 @@ def parameter_types(symbol: str) -> tuple[str, ...] | None:
         return None
     inside = name[len(_without_parameters(name)) + 1 : -1].strip()
     return tuple(part.strip() for part in _split(inside)) if inside not in ("", "void") else ()
+
+
+def has_typed_pointers(symbol: str, told: bool) -> bool:
+    """Whether a kernel follows every pointer among its parameters, so that one into nothing is a fault.
+
+    True for Triton's kernels, for our own, and for C++ kernels whose name tells the parameters' types. False for
+    others, where 8 bytes may be a number or left as they were, and for those of NVIDIA's libraries, which also take
+    addresses of scalars on the host that they do not follow (`cublasLt::splitKreduce_kernel`).
+
+    Args:
+        symbol: the name as the driver has it.
+        told: the name tells the type of each parameter.
+    """
+    if symbol.startswith("_Z"):
+        return told and _LIBRARIES.search(symbol) is None
+    return symbol.startswith(_OURS) or _is_triton(symbol)
+
+
+def _is_triton(symbol: str) -> bool:
+    """Whether Triton has a kernel of that name, in some module or in its own registry."""
+    triton = sys.modules.get("triton.runtime.jit")
+    if triton is None:
+        return False
+    names = {name.rpartition(".")[2] for name in (symbol, _SPECIALISED.sub("", symbol))}
+    known = getattr(triton, "_triton_jit_function_registry", {}).values()
+    if any(getattr(function, "__name__", None) in names for function in list(known)):
+        return True
+    spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    return any(isinstance(space.get(name), triton.KernelInterface) for space in spaces for name in names)
 
 
 def _last_identifier(symbol: str) -> str:

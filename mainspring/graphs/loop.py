@@ -186,18 +186,13 @@ class Loop:
         number = self._newest[0] if launch is None else launch
         if number == 0 and launch is None:
             return LoopProgress(0, 0, False, None)
-        if not memory.known(number):
-            raise GraphError(
-                f"loop {self.name!r}: nothing is known of launch {number}; the last {Words.LAUNCHES} of the "
-                f"mailbox's {memory.newest} are"
-            )
-        reason = memory.reason(number)
-        iterations = memory.iterations(number)
-        if reason == 0:
-            self._look_for_fault(number)
-        elif REASONS[reason] in ("lost", "failed"):
-            raise self._error(number, memory.failures.get(number))
-        return LoopProgress(number, iterations, reason == 0, REASONS[reason] or None)
+        reason = self._reason(number)
+        return LoopProgress(number, memory.iterations(number), reason == 0, REASONS[reason] or None)
+
+    def running(self, launch: int) -> bool:
+        """Whether a launch is queued or runs: what `poll` tells of it, for those who look often. Raises as `poll`."""
+        self.mailbox.memory.refuse_forked()
+        return self._reason(launch) == 0
 
     def join(self, timeout: float | None = None, launch: int | None = None, interval: float = 1e-4) -> LoopEnd:
         """Wait for the end of a launch.
@@ -256,6 +251,21 @@ class Loop:
         """Ring the doorbell, wait for the end (10 s at most) and let go of the graph. Happens by itself with the last
         reference. A loop that does not end keeps its memory for good."""
         self._finish()
+
+    def _reason(self, launch: int) -> int:
+        """Why a launch ended, as an index into `REASONS`; 0 while it is under way. Raises where it failed."""
+        memory = self.mailbox.memory
+        if not memory.known(launch):
+            raise GraphError(
+                f"loop {self.name!r}: nothing is known of launch {launch}; the last {Words.LAUNCHES} of the "
+                f"mailbox's {memory.newest} are"
+            )
+        reason = memory.reason(launch)
+        if reason == 0:
+            self._look_for_fault(launch)
+        elif REASONS[reason] in ("lost", "failed"):
+            raise self._error(launch, memory.failures.get(launch))
+        return reason
 
     def _look_for_fault(self, launch: int) -> None:
         """Raise what the device says about a launch that has not ended."""

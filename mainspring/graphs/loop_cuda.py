@@ -26,7 +26,7 @@ __all__ = ["CudaLoop", "unavailable"]
 MIN_VERSION = 12040
 """CUDA version, as the driver counts, that has conditional nodes with loops."""
 
-LOOK_SECONDS = 2e-3
+LOOK_SECONDS = 10e-3
 """How often at most the driver is asked whether a launch has failed."""
 
 

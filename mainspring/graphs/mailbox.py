@@ -187,22 +187,30 @@ class Mailbox:
         Raises:
             GraphError: this is a fork of the process that made the mailbox.
         """
+        return list(self.read_block())
+
+    def read_block(self) -> npt.NDArray[np.int32]:
+        """What `read` takes, as one array.
+
+        Returns:
+            A copy, int32 [records, *`record_shape`], perhaps of no records.
+
+        Raises:
+            GraphError: this is a fork of the process that made the mailbox.
+        """
         self.memory.refuse_forked()
         with self._reading:
-            written = self.memory.load(Words.WRITTEN)
-            records: list[npt.NDArray[np.int32]] = []
-            while self._read < written:
+            count = self.memory.load(Words.WRITTEN) - self._read
+            block = np.empty((count, math.prod(self.record_shape)), dtype=np.int32)
+            if block.size:
                 at = self._read % self.depth
-                count = min(written - self._read, self.depth - at)
-                if math.prod(self.record_shape):
-                    block = self.memory.ring_array[at : at + count].copy()
-                else:
-                    block = np.empty((count, 0), dtype=np.int32)
-                records.extend(block.reshape(count, *self.record_shape))
+                first = min(count, self.depth - at)
+                block[:first] = self.memory.ring_array[at : at + first]
+                block[first:] = self.memory.ring_array[: count - first]
+            if count:
                 self._read += count
-            if records:
                 self.memory.store(Words.READ, self._read)
-            return records
+            return block.reshape(count, *self.record_shape)
 
     def ring_doorbell(self) -> None:
         """Ask every launch made so far, on any loop of this mailbox, to end.

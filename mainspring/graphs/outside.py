@@ -58,6 +58,11 @@ class OutsideTensor:
         return f"unnamed tensor {self.text}"
 
     @property
+    def key(self) -> tuple[int, int, int, int]:
+        """The same for what `change` answers alike: the storage, where it was, its size, and how many hold it."""
+        return self.reference.cdata, self.address, self.nbytes, self.held
+
+    @property
     def recorded(self) -> str:
         """Where it was, as text."""
         return f"address {self.address:#x}, {self.nbytes} bytes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -159,6 +160,9 @@ class GraphPool:
         """Bytes of device memory (CUDA: segments reserved by the allocator for this pool)."""
         if self.device.type != "cuda":
             return self.arena.nbytes
+        return self.nbytes_in(torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
+
+    def nbytes_in(self, segments: Iterable[Mapping[str, Any]]) -> int:
+        """Bytes of this pool among the allocator's `segments`, for who has its snapshot already."""
         ours = set(self._handles)
-        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in ours)

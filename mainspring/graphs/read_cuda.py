@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mainspring.graphs.cuda_nodes import GraphDriver, KernelFunction, KernelNode
-from mainspring.graphs.kernel_names import parameter_types, readable
-from mainspring.graphs.recording import Dependency, RecordedOperation, RungRecording, Use, address_entries
+from mainspring.graphs.kernel_names import has_typed_pointers, parameter_types, readable
+from mainspring.graphs.recording import AddressEntry, Dependency, RecordedOperation, RungRecording, Use, address_entries
 from mainspring.graphs.spans import Span, SpanMap
 
 __all__ = ["RANKS", "CudaReader"]
@@ -22,6 +23,11 @@ _REGION = 38
 """Words that share all but this many low bits (256 GiB) with a known address look like addresses of the device."""
 
 Words = npt.NDArray[np.uint64]
+
+_Word = tuple[int, int, int, bool, int]
+"""A word, its parameter, its offset in that, whether the parameter is a pointer, and the index of its span or -1."""
+
+T = TypeVar("T", bound=tuple[Any, ...])
 
 
 @dataclass(slots=True)
@@ -43,44 +49,78 @@ class _Layout:
     """Where in a kernel's parameters an address may stand: one entry for each word.
 
     `parameter` and `offset` [n] say where, `pointer` [n] whether the parameter is a pointer by itself; `at` [n] is the
-    word's position in the parameters' bytes, each padded to 8.
+    word's position in the parameters' bytes, each padded to 8. `padding` is what each parameter lacks to that, or None
+    where none lacks any; `words` is how many there are with it.
     """
 
     parameter: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
     pointer: npt.NDArray[np.bool_]
     at: npt.NDArray[np.int64]
+    padding: tuple[bytes, ...] | None
+    words: int
 
     @classmethod
     def of(cls, function: KernelFunction) -> _Layout:
         """The layout of a kernel: a parameter of 8 bytes is a pointer unless its name's C++ type says otherwise."""
-        types = parameter_types(function.symbol)
-        told = types is not None and len(types) == len(function.sizes)
+        types = _types(function)
         rows: list[tuple[int, int, bool, int]] = []
         position = 0
         for parameter, size in enumerate(function.sizes):
-            pointer = size == 8 and (not told or types is None or types[parameter].rstrip(" const").endswith("*"))
+            pointer = size == 8 and (types is None or types[parameter].rstrip(" const").endswith("*"))
             rows += [(parameter, 8 * word, pointer, position + word) for word in range(size // 8)]
             position += -(-size // 8)
         columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
-        return cls(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.bool_), columns[:, 3])
+        padding = tuple(bytes(-size % 8) for size in function.sizes)
+        return cls(
+            columns[:, 0],
+            columns[:, 1],
+            columns[:, 2].astype(np.bool_),
+            columns[:, 3],
+            padding if any(padding) else None,
+            position,
+        )
+
+    def padded(self, values: Sequence[bytes]) -> bytes:
+        """The parameters' bytes, `words` times 8; zeros where the driver gave none."""
+        if self.padding is not None:
+            values = [value + padding for value, padding in zip(values, self.padding, strict=False)]
+        return b"".join(values) or bytes(8 * self.words)
+
+
+def _types(function: KernelFunction) -> tuple[str, ...] | None:
+    """C++ types of the kernel's parameters; None where its name does not tell them."""
+    types = parameter_types(function.symbol)
+    return types if types is not None and len(types) == len(function.sizes) else None
 
 
 @dataclass(slots=True)
 class CudaReader:
-    """Reads graphs of one device, keeping kernels' layouts from one to the next.
+    """Reads graphs of one device, keeping kernels' layouts and uses from one to the next: rungs share most of them.
+
+    A pointer is told as "unknown" where nothing known holds it and the kernel says itself that it is a pointer (see
+    `has_typed_pointers`). A library's kernel may leave garbage where another call has a pointer, or hold an address of
+    the host that it never follows: such a word is counted as unresolved, as one within a struct is.
 
     Args:
         driver: where nodes come from.
         spans: who owns which memory, as it is now.
         bodies: graphs inside of conditional nodes, by node handle, for a driver that does not tell.
+        expected: addresses that were pointers when they were recorded, and still are where nothing is there any more.
     """
 
     driver: GraphDriver
     spans: SpanMap
     bodies: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    expected: frozenset[int] = frozenset()
     found: list[Span] = field(default_factory=list)
     _layouts: dict[KernelFunction, _Layout] = field(default_factory=dict)
+    _strict: dict[KernelFunction, bool] = field(default_factory=dict)
+    _edges: dict[tuple[int, str], Dependency] = field(default_factory=dict)
+    _tuples: dict[Any, Any] = field(default_factory=dict)
+    _entries: dict[Any, AddressEntry] = field(default_factory=dict)
+    _uses: dict[_Word, Use] = field(default_factory=dict)
+    _places: dict[int, Span] = field(default_factory=dict)
     _asked: dict[int, Span | None] = field(default_factory=dict)
     _regions: Words | None = None
 
@@ -97,9 +137,8 @@ class CudaReader:
         """One graph's recording; the numbers are passed through."""
         nodes: list[_Node] = []
         self._collect(graph, None, nodes)
-        places: dict[int, Span] = {}
-        operations = tuple(self._operations(nodes, places))
-        book = address_entries(operations, places)
+        operations = tuple(self._operations(nodes))
+        book = address_entries(operations, self._places, self._entries)
         return RungRecording(size, operations, book, pool_bytes, capture_seconds, executable_bytes, name)
 
     def _collect(self, graph: int, parent: int | None, nodes: list[_Node]) -> None:
@@ -112,7 +151,9 @@ class CudaReader:
         index: dict[int, int] = {}
         for handle in _ordered(listed, edges):
             kind = driver.kind(handle)
-            after = tuple(Dependency(index[source], edge) for source, edge in sorted(before.get(handle, ())))
+            after = self._same(
+                tuple([self._edge(index[source], edge) for source, edge in sorted(before.get(handle, ()))])
+            )
             node = _Node(len(nodes), kind, kind, parent, after)
             index[handle] = node.index
             nodes.append(node)
@@ -128,35 +169,39 @@ class CudaReader:
                 for body in self.bodies.get(handle, inside):
                     self._collect(body, node.index, nodes)
 
-    def _operations(self, nodes: Sequence[_Node], places: dict[int, Span]) -> Iterable[RecordedOperation]:
+    def _edge(self, operation: int, kind: str) -> Dependency:
+        key = (operation, kind)
+        if key not in self._edges:
+            self._edges[key] = Dependency(operation, kind)
+        return self._edges[key]
+
+    def _same(self, values: T) -> T:
+        """An equal tuple that was seen before, if any: fewer objects, which the garbage collector need not look at."""
+        same: T = self._tuples.setdefault(values, values)
+        return same
+
+    def _operations(self, nodes: Sequence[_Node]) -> Iterable[RecordedOperation]:
         """Look all words of a graph up at once, then put the operations together."""
-        words = iter(self._look_up(nodes))
-        word = next(words, None)
+        words = self._look_up(nodes)
+        known_uses = self._uses
         for node in nodes:
-            uses: list[Use] = []
+            uses = [self._touched(at, *touched) for at, touched in enumerate(node.touched)]
             unresolved = 0
-            for at, (role, address, nbytes) in enumerate(node.touched):
-                owner = self._owner(address, self._place(address, True), places)
-                uses.append(Use(address, owner, at, role=role, nbytes=nbytes))
-            while word is not None and word[0] == node.index:
-                _, address, known, parameter, offset, pointer = word
-                word = next(words, None)
-                span = self.spans.spans[known] if known >= 0 else None
-                if span is None or span.kind == "freed":
-                    span = self._place(address, pointer)
-                if span is None and not pointer:
-                    unresolved += 1
-                    continue
-                owner = self._owner(address, span, places)
-                uses.append(Use(address, owner, parameter, offset, "pointer" if pointer else "struct"))
             kernel = node.kernel
+            if kernel is not None:
+                for word in next(words):
+                    use = known_uses.get(word) or self._use(kernel.function, word)
+                    if use is None:
+                        unresolved += 1
+                    else:
+                        uses.append(use)
             yield RecordedOperation(
                 index=node.index,
                 kind=node.kind,
                 name=node.name,
                 symbol=kernel.function.symbol if kernel and kernel.function.symbol != node.name else None,
-                grid=kernel.grid if kernel else None,
-                block=kernel.block if kernel else None,
+                grid=self._same(kernel.grid) if kernel else None,
+                block=self._same(kernel.block) if kernel else None,
                 shared_memory=kernel.shared_memory if kernel else None,
                 parameters=kernel.function.sizes if kernel else (),
                 dependencies=node.dependencies,
@@ -166,16 +211,15 @@ class CudaReader:
                 note=node.note,
             )
 
-    def _look_up(self, nodes: Sequence[_Node]) -> Iterable[tuple[int, int, int, int, int, bool]]:
-        """The words in kernels' parameters that are, or look like, addresses, in order.
+    def _look_up(self, nodes: Sequence[_Node]) -> Iterator[list[_Word]]:
+        """For each kernel the words in its parameters that are, or look like, addresses, in order.
 
-        Returns:
-            For each: index of the node, the word, the index of its span or -1, parameter, offset in it, and whether the
-            parameter is a pointer.
+        Yields:
+            For each such word: the word, parameter, offset in it, whether the parameter is a pointer, and the index of
+            its span or -1.
         """
-        parts: list[Words] = []
         layouts: list[_Layout] = []
-        indices: list[int] = []
+        parts: list[bytes] = []
         for node in nodes:
             if node.kernel is None:
                 continue
@@ -183,25 +227,32 @@ class CudaReader:
             layout = self._layouts.get(function)
             if layout is None:
                 layout = self._layouts[function] = _Layout.of(function)
-            padded = b"".join(value + bytes(-len(value) % 8) for value in node.kernel.values)
-            whole = np.frombuffer(padded, dtype=np.uint64)
-            parts.append(whole[layout.at] if len(whole) else np.zeros(len(layout.at), np.uint64))
             layouts.append(layout)
-            indices.append(node.index)
-        if not parts:
-            return ()
-        words = np.concatenate(parts)
+            parts.append(layout.padded(node.kernel.values))
+        if not layouts:
+            return
+        begins = np.cumsum([0, *(layout.words for layout in layouts)])[:-1]
+        counts = [len(layout.at) for layout in layouts]
+        at = np.concatenate([layout.at for layout in layouts]) + np.repeat(begins, counts)
+        words = np.frombuffer(b"".join(parts), dtype=np.uint64)[at]
         owners = self.spans.find_all(words)
-        kept = np.flatnonzero((owners >= 0) | self._look_like_addresses(words))
-        return zip(
-            np.repeat(indices, [len(part) for part in parts])[kept].tolist(),
-            words[kept].tolist(),
-            owners[kept].tolist(),
-            np.concatenate([layout.parameter for layout in layouts])[kept].tolist(),
-            np.concatenate([layout.offset for layout in layouts])[kept].tolist(),
-            np.concatenate([layout.pointer for layout in layouts])[kept].tolist(),
-            strict=True,
+        looks = (owners >= 0) | self._look_like_addresses(words)
+        if self.expected:
+            looks |= np.isin(words, np.array(list(self.expected), dtype=np.uint64))
+        kept = np.flatnonzero(looks)
+        found = list(
+            zip(
+                words[kept].tolist(),
+                np.concatenate([layout.parameter for layout in layouts])[kept].tolist(),
+                np.concatenate([layout.offset for layout in layouts])[kept].tolist(),
+                np.concatenate([layout.pointer for layout in layouts])[kept].tolist(),
+                owners[kept].tolist(),
+                strict=True,
+            )
         )
+        ends = np.searchsorted(kept, np.cumsum(counts)).tolist()
+        for begin, end in zip([0, *ends], ends, strict=False):
+            yield found[begin:end]
 
     def _look_like_addresses(self, words: Words) -> npt.NDArray[np.bool_]:
         """Whether each word lies in the same region as some known memory, or in one beside it."""
@@ -233,16 +284,40 @@ class CudaReader:
                 self._asked[address] = found
         return self._asked[address]
 
-    @staticmethod
-    def _owner(address: int, span: Span | None, places: dict[int, Span]) -> str:
+    def _use(self, function: KernelFunction, word: _Word) -> Use | None:
+        """What a word of a kernel's parameters is; None for one that only looks like an address."""
+        address, parameter, offset, pointer, known = word
+        span = self.spans.spans[known] if known >= 0 else None
+        if span is None or span.kind == "freed":
+            span = self._place(address, pointer)
+        if span is None and not (pointer and (address in self.expected or self._is_strict(function))):
+            return None
+        use = Use(address, self._owner(address, span), parameter, offset, "pointer" if pointer else "struct")
+        if span is not None:
+            self._uses[word] = use
+        return use
+
+    def _touched(self, at: int, role: str, address: int, nbytes: int) -> Use:
+        return Use(address, self._owner(address, self._place(address, True)), at, role=role, nbytes=nbytes)
+
+    def _is_strict(self, function: KernelFunction) -> bool:
+        if function not in self._strict:
+            self._strict[function] = has_typed_pointers(function.symbol, _types(function) is not None)
+        return self._strict[function]
+
+    def _owner(self, address: int, span: Span | None) -> str:
         if span is None:
             return "unknown"
-        places[address] = span
+        self._places[address] = span
         return span.owner
 
 
 def _ordered(nodes: Sequence[int], edges: Iterable[tuple[int, int, str]]) -> list[int]:
     """`nodes` in the driver's order, changed only where one would come before what it depends on."""
+    edges = list(edges)
+    place = {node: at for at, node in enumerate(nodes)}
+    if all(place[source] < place[target] for source, target, _ in edges):
+        return list(nodes)
     before: dict[int, set[int]] = {}
     for source, target, _ in edges:
         before.setdefault(target, set()).add(source)

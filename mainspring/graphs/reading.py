@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from mainspring.graphs.cpu_graph import CpuGraph
 from mainspring.graphs.cuda_graph import CudaGraph
 from mainspring.graphs.cuda_nodes import cuda_driver
 from mainspring.graphs.errors import GraphError
-from mainspring.graphs.outside import outside_spans
+from mainspring.graphs.outside import OutsideTensor, outside_spans
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.read_cpu import cpu_spans, named_spans, read_cpu
 from mainspring.graphs.read_cuda import RANKS, CudaReader
@@ -52,26 +52,44 @@ def read_graphs(
     *,
     name: str = "",
     device: torch.device | str = "cpu",
+    expected: Iterable[int] = (),
 ) -> Recording:
-    """The recordings of `graphs`, by size, which lie in `pool` and use `buffers`."""
+    """The recordings of `graphs`, by size, which lie in `pool` and use `buffers`.
+
+    Args:
+        graphs: by size.
+        buffers: the named ones.
+        pool: of the graphs.
+        name: of their runner.
+        device: as text or torch's.
+        expected: on a GPU, addresses that are known to have been pointers, whatever is there now.
+    """
     with held_collector(collect=False):  # objects by the ten thousand, none of them garbage
         if pool.device.type == "cuda":
-            rungs, spans = _read_cuda(graphs, buffers, pool, name)
+            segments = snapshot(pool.device)
+            owned = SpanMap(cuda_spans(graphs.values(), buffers, pool, segments), RANKS)
+            rungs, spans = _read_cuda(graphs, owned, name, expected)
+            pool_bytes = pool.nbytes_in(segments)
         else:
             rungs, spans = _read_cpu(graphs, buffers, pool, name)
-    totals = {"pool": pool.nbytes, "buffers": buffers.nbytes}
+            pool_bytes = pool.nbytes
+    totals = {"pool": pool_bytes, "buffers": buffers.nbytes}
     return Recording(tuple(rungs), str(device), _in_use(rungs, spans), totals, name)
 
 
 def _in_use(rungs: Sequence[RungRecording], spans: Iterable[Span]) -> tuple[Span, ...]:
     """The spans that have a name or in which a recorded address lies, by address."""
     owners = {entry.owner for rung in rungs for entry in rung.addresses}
-    kept = {span for span in spans if span.kind == "buffer" or span.owner in owners}
-    return tuple(sorted(kept, key=lambda span: (span.address, -span.nbytes, span.owner)))
+    kept = {
+        (span.address, -span.nbytes, span.owner, span.kind): span
+        for span in spans
+        if span.kind == "buffer" or span.owner in owners
+    }
+    return tuple(kept[key] for key in sorted(kept))
 
 
 def _read_cuda(
-    graphs: Mapping[int, CpuGraph | CudaGraph], buffers: FixedBuffers, pool: GraphPool, name: str
+    graphs: Mapping[int, CpuGraph | CudaGraph], spans: SpanMap, name: str, expected: Iterable[int]
 ) -> tuple[list[RungRecording], list[Span]]:
     driver = cuda_driver()
     if driver is None:
@@ -79,7 +97,7 @@ def _read_cuda(
             "reading a CUDA graph needs the package cuda-bindings, which is not installed here; install it with "
             "`pip install cuda-bindings`"
         )
-    reader = CudaReader(driver, SpanMap(cuda_spans(graphs.values(), buffers, pool), RANKS))
+    reader = CudaReader(driver, spans, expected=frozenset(expected))
     rungs = []
     for size, graph in graphs.items():
         if isinstance(graph, CudaGraph):
@@ -97,13 +115,28 @@ def _read_cuda(
     return rungs, [*reader.spans.spans, *reader.found]
 
 
-def cuda_spans(graphs: Iterable[CpuGraph | CudaGraph], buffers: FixedBuffers, pool: GraphPool) -> list[Span]:
-    """Who owns what on the pool's device now: named buffers, tensors that the graphs use, what the allocator holds."""
-    used = [outside for graph in graphs for outside in graph.outside if outside.change() is None]
+def cuda_spans(
+    graphs: Iterable[CpuGraph | CudaGraph],
+    buffers: FixedBuffers,
+    pool: GraphPool,
+    segments: Iterable[Mapping[str, Any]] | None = None,
+) -> list[Span]:
+    """Who owns what on the pool's device now: named buffers, tensors that the graphs use, what the allocator holds.
+
+    Args:
+        graphs: whose tensors from outside are looked at.
+        buffers: the named ones.
+        pool: the graphs' pool.
+        segments: the allocator's snapshot, where it has been taken already.
+    """
+    used: dict[tuple[int, ...], OutsideTensor] = {}  # rungs use the same ones
+    for graph in graphs:
+        for outside in graph.outside:
+            used.setdefault(outside.key, outside)
     return [
         *named_spans(buffers),
-        *outside_spans(used),
-        *allocator_spans(snapshot(pool.device), pool.handles),
+        *outside_spans(outside for outside in used.values() if outside.change() is None),
+        *allocator_spans(snapshot(pool.device) if segments is None else segments, pool.handles),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,7 +90,8 @@ class RecordedOperation:
         parameters: size of each kernel parameter in bytes.
         dependencies: edges from earlier operations.
         uses: every address found in the parameters.
-        unresolved: words within structs that look like device addresses but lie in nothing known; not in `uses`.
+        unresolved: words that look like device addresses but lie in nothing known, within structs or where a library's
+            kernel has 8 bytes of unknown type; not in `uses`.
         parent: index of the operation whose body or child graph this one belongs to, or None.
         note: what else there is to know, such as the kind of a conditional.
     """
@@ -157,7 +158,7 @@ class RungRecording:
 
     @property
     def unresolved(self) -> int:
-        """Words within structs that look like device addresses but lie in nothing known."""
+        """Words, of no known type, that look like device addresses but lie in nothing known."""
         return sum(operation.unresolved for operation in self.operations)
 
     def as_dict(self) -> dict[str, Any]:
@@ -314,28 +315,48 @@ class Recording:
         )
 
 
-def address_entries(operations: Iterable[RecordedOperation], places: Mapping[int, Span]) -> tuple[AddressEntry, ...]:
-    """The address book of `operations`; `places` says in which span each address lies."""
+def address_entries(
+    operations: Sequence[RecordedOperation],
+    places: Mapping[int, Span],
+    shared: dict[Any, AddressEntry] | None = None,
+) -> tuple[AddressEntry, ...]:
+    """The address book of `operations`.
+
+    Args:
+        operations: the operation list.
+        places: in which span each address lies; the same for every call with the same `shared`.
+        shared: entries made so far, of which equal ones are used again: most are the same on every rung.
+    """
+    shared = {} if shared is None else shared
     users: dict[tuple[int | None, str], list[int]] = {}
     extents: dict[tuple[int | None, str], int] = {}
     typed: set[tuple[int | None, str]] = set()
+    users_of: dict[int, list[int]] = {}  # by identity: a reader shares a use among the operations that have it
     for operation in operations:
+        index = operation.index
         for use in operation.uses:
-            key = (use.address, use.owner)
-            indices = users.setdefault(key, [])
-            if not indices or indices[-1] != operation.index:
-                indices.append(operation.index)
-            if use.nbytes is not None:
-                extents[key] = max(use.nbytes, extents.get(key, 0))
-            if use.kind != "struct":
-                typed.add(key)
+            indices = users_of.get(id(use))
+            if indices is None:
+                key = (use.address, use.owner)
+                indices = users_of[id(use)] = users.setdefault(key, [])
+                if use.nbytes is not None:
+                    extents[key] = max(use.nbytes, extents.get(key, 0))
+                if use.kind != "struct":
+                    typed.add(key)
+            if not indices or indices[-1] != index:
+                indices.append(index)
     book = []
     for address, owner in sorted(users, key=lambda key: (-1 if key[0] is None else key[0], key[1])):
         key = (address, owner)
-        span = None if address is None else places.get(address)
-        kind = "opaque" if address is None else "unknown" if span is None else span.kind
-        offset = 0 if address is None else None if span is None else address - span.address
-        book.append(AddressEntry(address, owner, kind, offset, tuple(users[key]), key in typed, extents.get(key)))
+        used, is_typed, nbytes = tuple(users[key]), key in typed, extents.get(key)
+        same = (address, owner, used, is_typed, nbytes)
+        entry = shared.get(same)
+        if entry is None:
+            span = None if address is None else places.get(address)
+            kind = "opaque" if address is None else "unknown" if span is None else span.kind
+            offset = 0 if address is None else None if span is None else address - span.address
+            entry = shared[same] = AddressEntry(address, owner, kind, offset, used, is_typed, nbytes)
+        book.append(entry)
     return tuple(book)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -66,27 +65,20 @@ class SpanMap:
     def __init__(self, spans: Iterable[Span], ranks: dict[str, int] | None = None) -> None:
         self.spans: tuple[Span, ...] = tuple(span for span in spans if span.nbytes > 0)
         ranks = ranks or {}
-        starts: list[int] = []
-        owners: list[int] = []
-        begins = sorted(range(len(self.spans)), key=lambda at: self.spans[at].address)
-        edges = sorted({edge for span in self.spans for edge in (span.address, span.end)})
-        active: list[tuple[int, int, int, int]] = []
-        following = 0
-        for edge in edges:
-            while following < len(begins) and self.spans[begins[following]].address == edge:
-                span = self.spans[begins[following]]
-                heapq.heappush(active, (-ranks.get(span.kind, 0), -span.address, span.nbytes, begins[following]))
-                following += 1
-            while active and self.spans[active[0][3]].end <= edge:
-                heapq.heappop(active)
-            owner = active[0][3] if active else -1
-            if not owners or owners[-1] != owner:
-                starts.append(edge)
-                owners.append(owner)
-        self._starts = starts
-        self._owners = owners
-        self._start_array = np.array(starts, dtype=np.uint64)
-        self._owner_array = np.array([*owners, -1], dtype=np.int64)
+        begins = np.array([span.address for span in self.spans], dtype=np.uint64)
+        ends = begins + np.array([span.nbytes for span in self.spans], dtype=np.uint64)
+        rank = np.array([ranks.get(span.kind, 0) for span in self.spans], dtype=np.int64)
+        edges = np.unique(np.concatenate([begins, ends]))
+        first, last = np.searchsorted(edges, begins).tolist(), np.searchsorted(edges, ends).tolist()
+        owners = np.full(len(edges), -1, dtype=np.int64)
+        given = np.arange(len(self.spans))
+        for at in np.lexsort((-given, begins - ends, begins, rank)).tolist():  # who answers is written last
+            owners[first[at] : last[at]] = at
+        changes = np.flatnonzero(np.diff(owners, prepend=-2))
+        self._start_array = edges[changes]
+        self._owner_array = np.append(owners[changes], -1)
+        self._starts: list[int] = self._start_array.tolist()
+        self._owners: list[int] = self._owner_array.tolist()
 
     def find(self, address: int) -> Span | None:
         """The span that holds `address`, or None."""

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mainspring.inspect.timeline import Event, Lane, Timeline
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from mainspring.engine.answers import Answer
     from mainspring.engine.core import EngineCore
     from mainspring.graphs import GraphRunner
 
-__all__ = ["observe", "profiled_lanes"]
+__all__ = ["loop_clock", "observe", "profiled", "profiled_lanes", "stamped_loops"]
 
 STEP = "mainspring step "
 PROMPT_TOKENS = 16
@@ -44,17 +46,17 @@ def observe(core: EngineCore, rows: int, steps: int) -> tuple[list[Timeline], li
     timelines: list[Timeline] = []
     notes: list[str] = []
     runner = core.runner.runners["plain"]
-    with _one_step_at_a_time(core), _running(core, rows, needed - PROMPT_TOKENS) as answers:
-        _profiled(core, 1)  # the profiler's own start-up goes into the first
+    loop = _loop_timeline(core, rows, steps)  # before the profiler is there, which may stay in the driver's way
+    with core.step_by_step(), _running(core, rows, needed - PROMPT_TOKENS) as answers:
+        profiled(core, 1)  # the profiler's own start-up goes into the first
         for mode in ("eager", "graph"):
             with _eager(runner) if mode == "eager" else nullcontext():
                 for _ in range(WARM_STEPS):
                     core.step()
-                lanes = _profiled(core, steps)
+                lanes = profiled(core, steps)
             timelines.append(Timeline(mode, rows, runner.ladder.rung_for(rows), steps, PROFILER, lanes))
         if any(answer.finished for answer in answers):
             notes.append("A request ended before the timeline did, which shows fewer rows from there on.")
-    loop = _loop_timeline(core, rows, steps)
     if isinstance(loop, str):
         notes.append(loop)
     else:
@@ -69,12 +71,6 @@ def _eager(runner: GraphRunner) -> Iterator[None]:
         yield
     finally:
         runner.enforce_eager = usual
-
-
-def _one_step_at_a_time(core: EngineCore) -> AbstractContextManager[object]:
-    """Keeps an engine that can loop from looping."""
-    step_by_step: Callable[[], AbstractContextManager[object]] | None = getattr(core, "step_by_step", None)
-    return nullcontext() if step_by_step is None else step_by_step()
 
 
 @contextmanager
@@ -101,7 +97,8 @@ def _add(core: EngineCore, rows: int, tokens: int) -> list[Answer]:
     return [core.add(f"inspect-{row}", prompt, params) for row, prompt in enumerate(prompts)]
 
 
-def _profiled(core: EngineCore, steps: int) -> tuple[Lane, ...]:
+def profiled(core: EngineCore, steps: int) -> tuple[Lane, ...]:
+    """What ran where during `steps` calls of `core.step`, by the profiler."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     on_gpu = core.limits.device.type == "cuda"
@@ -176,19 +173,32 @@ def profiled_lanes(events: Sequence[Mapping[str, Any]], on_gpu: bool) -> tuple[L
     return (Lane("GPU", True, tuple(mine)), Lane("CPU: calls to the GPU", False, tuple(calls)))
 
 
+@contextmanager
+def stamped_loops(core: EngineCore) -> Iterator[list[npt.NDArray[np.int64]]]:
+    """A list that gets, for each loop that ends inside, the times of its beginning and of its steps' ends, in
+    nanoseconds of the device's clock."""
+    stamps: list[npt.NDArray[np.int64]] = []
+    core.pipeline.driver.stamps = stamps
+    try:
+        yield stamps
+    finally:
+        core.pipeline.driver.stamps = None
+
+
+def loop_clock(device: torch.device) -> str:
+    """What times the steps of a loop."""
+    return "the GPU's clock (%globaltimer)" if device.type == "cuda" else "time.perf_counter"
+
+
 def _loop_timeline(core: EngineCore, rows: int, steps: int) -> Timeline | str:
     """The first steps of a loop by the device's time stamps, or why there is none."""
-    driver: Any = getattr(core, "loop_driver", None)
-    if driver is None or core.launch_mode != "loop":
+    if core.launch_mode != "loop":
         return f"No timeline of a loop: the engine runs in {core.launch_mode} mode."
-    stamps: list[Any] = []
-    driver.stamps = stamps
-    try:
-        _add(core, rows, steps + 2)
-        while core.has_work():
-            core.step()
-    finally:
-        driver.stamps = None
+    for _ in range(2):  # what is made at first use exists in the second run
+        with stamped_loops(core) as stamps:
+            _add(core, rows, steps + 2)
+            while core.has_work():
+                core.step()
     longest: Any = max(stamps, key=len, default=[])
     count = min(len(longest) - 1, steps)
     if count < 1:
@@ -204,7 +214,7 @@ def _loop_timeline(core: EngineCore, rows: int, steps: int) -> Timeline | str:
         rows=rows,
         rung=core.limits.ladder.rung_for(rows),
         steps=count,
-        clock="the GPU's clock (%globaltimer)" if on_gpu else "time.perf_counter",
+        clock=loop_clock(core.limits.device),
         lanes=(Lane("GPU" if on_gpu else "CPU", True, events),),
         note="Stamps at the ends of whole steps: the profiler does not see inside of a loop. One launch made them all.",
         whole_steps=True,

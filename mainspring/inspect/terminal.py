@@ -201,13 +201,13 @@ def timeline_table(inspection: Inspection) -> Table:
 
 
 def audit_lines(inspection: Inspection) -> Iterator[RenderableType]:
-    """What the audits found; words within structs that only look like addresses apart."""
+    """What the audits found; words that only look like addresses apart."""
     for name, found in inspection.audits.items():
         count = len(found.findings)
         verdict = "nothing found" if found.ok else f"{count} finding{'s' if count > 1 else ''}"
         text = (
             f"Audit of {name}: {verdict} in {found.rungs} rungs, {found.addresses} pointers, {found.struct_addresses} "
-            f"addresses within structs; {found.unresolved} words there that only look like some; "
+            f"addresses within structs; {found.unresolved} words that only look like some; "
             f"{seconds_text(found.seconds)}"
         )
         yield Text(plain(text), style="green" if found.ok else "bold red")

@@ -8,6 +8,9 @@ from typing import Any
 
 __all__ = ["Event", "Gap", "Lane", "Timeline", "category"]
 
+#: Microseconds below which a gap is none: times are kept to the nanosecond.
+ROUNDING = 5e-4
+
 _CATEGORIES = (
     ("wait", ("synchronize",)),
     ("attention", ("attention", "flash", "_decode_kernel", "sdpa")),
@@ -130,7 +133,7 @@ class Timeline:
         found: list[Gap] = []
         end, latest = None, ""
         for event in self.device_events:
-            if end is not None and event.start > end:
+            if end is not None and event.start - end > ROUNDING:
                 found.append(Gap(end, event.start - end, latest, event.name))
             if end is None or event.end > end:
                 end, latest = event.end, event.name

@@ -46,7 +46,7 @@ def assert_greedy_equal(
     compared = ties = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         generated = reference.generate(
-            torch.tensor([prompt]),
+            torch.tensor([prompt], device=reference.device),
             do_sample=False,
             min_new_tokens=length,
             max_new_tokens=length,
@@ -113,8 +113,9 @@ FAMILIES = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_small_random_model_of_each_family(family: str, tmp_path: Path) -> None:
+def test_small_random_model_of_each_family(family: str, device: str, tmp_path: Path) -> None:
     torch.manual_seed(sum(map(ord, family)))
     reference = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32).eval()
     with torch.no_grad():
@@ -125,13 +126,13 @@ def test_small_random_model_of_each_family(family: str, tmp_path: Path) -> None:
     prompts = [torch.randint(3, 320, (length,)).tolist() for length in (1, 5, 16, 17, 33, 70)]
     with LLM(
         str(tmp_path),
-        device="cpu",
+        device=device,
         dtype="float32",
         skip_tokenizer_init=True,
         kv_cache_memory=16 << 20,
         max_num_seqs=4,
         max_num_batched_tokens=32,
     ) as llm:
-        compared, ties = assert_greedy_equal(reference, llm, prompts, 64)
-    print(f"{family}: compared {compared} tokens; {ties} prompts ended in a tie")
+        compared, ties = assert_greedy_equal(reference.to(device), llm, prompts, 64)
+    print(f"{family} on {device}: compared {compared} tokens; {ties} prompts ended in a tie")
     assert compared > 64 * len(prompts) // 2

@@ -59,6 +59,16 @@ def test_close_frees_at_once_even_where_the_object_is_kept(tiny_folder: Path) ->
     llm.close()
 
 
+@pytest.mark.gpu
+def test_what_a_closed_engine_had_is_free_for_others(tiny_folder: Path) -> None:
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "kv_cache_memory": 512 << 20}
+    before = torch.cuda.memory_reserved()
+    with LLM(str(tiny_folder), **options) as llm:
+        ids(llm)
+        assert torch.cuda.memory_reserved() - before > 500 << 20
+    assert torch.cuda.memory_reserved() - before < 64 << 20  # though `llm` is still there
+
+
 def test_a_start_after_a_failed_start_works(make_tiny: MakeLLM) -> None:
     with pytest.raises(SettingsError):
         make_tiny(kv_cache_memory=100)
@@ -113,8 +123,8 @@ def test_priority_decides_who_is_served_first(make_tiny: MakeLLM) -> None:
     order: list[str] = []
     step = llm.core.step
 
-    def watched() -> list[object]:
-        answers = step()
+    def watched(patient: bool = False) -> list[object]:
+        answers = step(patient)
         order.extend(answer.request_id for answer in answers if answer.finished)
         return answers  # type: ignore[return-value]
 

@@ -173,6 +173,69 @@ def test_rows_that_end_bring_the_batch_down_the_ladder_without_a_stop(make_tiny:
     assert stats.rungs[2] > 70
 
 
+def test_an_answer_that_nobody_follows_is_looked_at_seldom(
+    make_tiny: MakeLLM, brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mainspring.engine import loop_driver
+
+    monkeypatch.setattr(loop_driver, "LONGEST_WAIT", 3600.0)
+    llm = make_tiny(launch_mode="loop")
+    ids(llm, greedy(40))  # so that the time of a step is known
+    monkeypatch.setattr(StepTimes, "unseen_steps", lambda *args: 16)  # however slow they are here
+    steps, step = 0, llm.core.step
+
+    def counted(patient: bool = False) -> list[Any]:
+        nonlocal steps
+        steps += 1
+        return step(patient)
+
+    llm.core.step = counted  # type: ignore[method-assign]
+    assert ids(llm, greedy(200)) == ids(make_tiny(launch_mode="graph"), greedy(200))
+    assert steps < 200 / 8
+    del llm.core.step
+    assert_all_free(llm)
+
+
+def test_a_stop_string_is_found_at_once_also_where_nobody_follows(
+    make_tiny: MakeLLM, tiny_speaking: Path, brake: Brake
+) -> None:
+    brake.seconds = 0.01
+    llm = make_tiny(launch_mode="loop", model=str(tiny_speaking), skip_tokenizer_init=False)
+    free = llm.generate("one", greedy(40))[0].outputs[0]
+    output = llm.generate("one", greedy(400, stop=[free.text[5:8]]))[0].outputs[0]
+    drain(llm)
+    assert output.finish_reason == "stop"
+    assert llm.stats().loop_steps - 39 < len(output.token_ids) + 20  # and not 64 later
+
+
+@pytest.mark.parametrize("how", ["arrival", "abort"])
+def test_news_end_a_patient_wait(make_tiny: MakeLLM, brake: Brake, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    from mainspring.engine import loop_driver
+
+    monkeypatch.setattr(loop_driver, "LONGEST_WAIT", 3600.0)
+    llm = make_tiny(launch_mode="loop")
+    first = llm.core.add("first", [5, 6, 7], greedy(400))
+    loop = running_loop(llm)
+    brake.go.clear()
+    monkeypatch.setattr(StepTimes, "unseen_steps", lambda *args: 64)  # a step under way may still bring a token
+    monkeypatch.setattr(StepTimes, "sleep_through", lambda *args: 3600.0)
+    waiting = threading.Thread(target=llm.core.pipeline.driver.await_news, args=(loop, True), daemon=True)
+    waiting.start()
+    try:
+        assert waiting.is_alive()
+        if how == "arrival":
+            llm.core.add("second", [8, 9], greedy(3))
+        else:
+            llm.core.abort(first)
+        waiting.join(20)
+        assert not waiting.is_alive()
+        assert loop.ringing
+    finally:
+        brake.go.set()
+    drain(llm)
+    assert_all_free(llm)
+
+
 # -- news ------------------------------------------------------------------------------------------------------
 
 
@@ -296,10 +359,10 @@ def test_waiting_for_tokens_takes_no_processor_time(make_tiny: MakeLLM, brake: B
     looks = 0
     look = RunningLoop.has_news
 
-    def counted(loop: RunningLoop) -> bool:
+    def counted(loop: RunningLoop, enough: int = 1) -> bool:
         nonlocal looks
         looks += 1
-        return look(loop)
+        return look(loop, enough)
 
     RunningLoop.has_news = counted  # type: ignore[method-assign]
     try:
@@ -530,3 +593,18 @@ def test_the_cpu_looks_seldom_while_nothing_is_due_and_often_at_the_end() -> Non
     assert times.look_again(rung, 1, 100, ending=True) < 1e-4
     times.add(rung, 10.0, 100)
     assert times.look_again(rung, 1, 100, ending=False) <= 5e-3
+
+
+def test_a_loop_goes_unseen_for_some_steps_but_its_end_is_seen_at_once() -> None:
+    times, rung = StepTimes(), ("plain", 1)
+    assert times.unseen_steps(rung) == 1  # nothing is known
+    times.add(rung, 0.5, 1000)
+    assert times.unseen_steps(rung) == 64
+    assert times.sleep_through(rung, 40, is_end=False, may_stop=False) == pytest.approx(40 * 0.5e-3)
+    assert times.sleep_through(rung, 40, is_end=True, may_stop=False) == pytest.approx(39 * 0.5e-3)
+    assert times.sleep_through(rung, 1, is_end=True, may_stop=False) < 0.5e-3 / 4
+    assert times.sleep_through(rung, 40, is_end=False, may_stop=True) <= 2e-3  # it may be at its end any moment
+    times.add(rung, 10.0, 1000)
+    assert times.unseen_steps(rung) == 4
+    times.add(rung, 100.0, 1000)
+    assert times.unseen_steps(rung) == 1

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainspring.engine.options import UnknownOptionError, nearest, reject_unknown
+from mainspring.engine.settings import DEFAULT_CPU_KV_BYTES, EngineSettings
 
 OPTIONS = ("enforce_eager", "max_model_len", "max_num_seqs", "dtype", "gpu_memory_utilization")
 
@@ -34,3 +35,9 @@ def test_where_nothing_is_near_the_names_that_exist_are_listed() -> None:
 def test_one_lost_letter_still_finds_the_name(name: str, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(name) - 1))
     assert nearest(name[:at] + name[at + 1 :], OPTIONS) == name
+
+
+def test_no_engine_of_a_test_takes_a_whole_gpu() -> None:
+    assert EngineSettings(model="tiny", device="cuda").kv_cache_memory == DEFAULT_CPU_KV_BYTES
+    assert EngineSettings(model="tiny", device="cuda", num_gpu_blocks_override=7).kv_cache_memory is None
+    assert EngineSettings(model="tiny", device="cuda", kv_cache_memory=5).kv_cache_memory == 5

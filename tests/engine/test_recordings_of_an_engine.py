@@ -163,3 +163,19 @@ def test_stats_count_padded_rows(make_tiny: MakeLLM) -> None:
     llm.generate([PROMPT] * 3, GREEDY)
     stats = llm.stats()
     assert stats.padded_rows == stats.rungs[4] * 4 - stats.decoded_tokens > 0
+
+
+@pytest.mark.parametrize("mode", ["graph", "loop"])
+@pytest.mark.parametrize("ask", ["verify_graphs", "audit", "recording", "release_graphs"])
+def test_what_is_asked_of_recordings_leaves_an_answer_under_way_as_it_is(
+    make_tiny: MakeLLM, mode: str, ask: str
+) -> None:
+    llm = make_tiny(launch_mode=mode)
+    prompt = {"prompt_token_ids": [5, 6]}
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=100, ignore_eos=True)
+    expected = llm.generate(prompt, params)[0].outputs[0].token_ids
+    stream = llm.stream(prompt, params)
+    for _ in range(3):
+        next(stream)
+        getattr(llm, ask)()
+    assert list(stream)[-1].outputs[0].token_ids == expected

@@ -204,8 +204,19 @@ def test_an_engine_used_after_a_fork_says_so(make_tiny: MakeLLM, mode: str) -> N
 def test_a_closed_engine_says_so(make_tiny: MakeLLM) -> None:
     llm = make_tiny()
     llm.close()
-    with pytest.raises(EngineError, match="closed"):
-        llm.generate(PROMPT, GREEDY)
+    llm.close()
+    for ask in (
+        lambda: llm.generate(PROMPT, GREEDY),
+        lambda: llm.stream(PROMPT, GREEDY),
+        llm.stats,
+        llm.recording,
+        llm.audit,
+        llm.verify_graphs,
+        llm.release_graphs,
+        lambda: llm.update_weights([]),
+    ):
+        with pytest.raises(EngineError, match="closed"):
+            ask()
 
 
 def test_python_in_a_layer_runs_at_every_token_when_eager_only(make_tiny: MakeLLM) -> None:

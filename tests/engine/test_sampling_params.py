@@ -128,6 +128,13 @@ def test_the_edges_of_the_ranges_are_allowed(allowed: dict[str, Any]) -> None:
         assert getattr(params, name) == allowed[name]
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_half_of_a_surrogate_pair_is_no_text(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} holds .*surrogate"):
+        SamplingParams(**{name: ["fine", "a\ud800"]})
+    SamplingParams(**{name: ["\ud7ff\ue000😊"]})
+
+
 @pytest.mark.parametrize(
     "together",
     [

@@ -29,6 +29,7 @@ MakeLLM = Callable[..., LLM]
         ({"logit_bias": {i: 1.0 for i in range(301)}}, "outside the vocabulary"),
         ({"allowed_token_ids": [3, 999]}, "token id in allowed_token_ids 999 is outside the vocabulary"),
         ({"bad_words": ["x"]}, "bad_words needs a tokenizer"),
+        ({"stop": "x"}, "stop needs a tokenizer"),
         (
             {"allowed_token_ids": [2], "min_tokens": 3, "ignore_eos": False},
             "all 1 allowed_token_ids are ruled out by bad_words, or by min_tokens 3",

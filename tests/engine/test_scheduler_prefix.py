@@ -5,6 +5,7 @@ from scheduler_device import EOS, Params
 from scheduler_harness import Engine
 from scheduler_helpers import prompt
 
+from mainspring.engine.holdings import SchedulerError
 from mainspring.engine.request import Request
 
 ANSWER = Params(max_tokens=6)
@@ -81,6 +82,43 @@ def test_blocks_that_answers_filled_serve_the_next_turn() -> None:
     turn = engine.add([*prompt(6), *first.output_token_ids, 7, 8], ANSWER)
     engine.run()
     assert turn.num_cached_tokens == 12
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+def test_tokens_taken_together_leave_what_they_leave_one_by_one(count: int) -> None:
+    tokens = prompt(count, 70)
+
+    def after(together: bool) -> tuple[object, ...]:
+        engine = Engine(num_blocks=9, block_size=4)
+        request, scheduler = engine.add(prompt(3), Params(max_tokens=10)), engine.scheduler
+        scheduler.schedule(False)
+        scheduler.reserve_ahead([request], 9)
+        if together:
+            at_limit = scheduler.append_tokens(request, tokens)
+        else:
+            at_limit = [scheduler.append_token(request, token) for token in tokens][-1]
+        scheduler.finish(request, "stop")
+        known = (request.output_token_ids, at_limit, engine.pool.num_cached)
+        return (*known, engine.pool.lookup(keys(engine, [*prompt(3), *tokens])))
+
+    assert after(together=True) == after(together=False)
+
+
+def test_more_tokens_than_were_launched_are_an_error() -> None:
+    engine = Engine(num_blocks=9, block_size=4)
+    request, scheduler = engine.add(prompt(3), Params(max_tokens=10)), engine.scheduler
+    scheduler.schedule(False)
+    scheduler.reserve_ahead([request], 2)
+    with pytest.raises(SchedulerError, match=r"cannot take 4 token\(s\): only 3 are in flight"):
+        scheduler.append_tokens(request, [7, 8, 9, 10])
+    assert request.output_token_ids == []
+
+
+def keys(engine: Engine, tokens: list[int]) -> list[bytes]:
+    made = [engine.pool.root_key(None)]
+    for start in range(0, len(tokens) - 3, 4):
+        made.append(engine.pool.chain_key(made[-1], tokens[start : start + 4]))
+    return made[1:]
 
 
 def test_a_block_that_only_the_stop_token_completes_is_not_cached() -> None:

@@ -15,6 +15,15 @@ MUL = (
     "internal10MulFunctorIfEEEEEEvRNS_18TensorIteratorBaseERKT_EUliE_EEviT1_"
 )
 
+SPLIT_K = (
+    "_ZN8cublasLt19splitKreduce_kernelILi32ELi16EifffffLb1ELb1ELb0EEEvNS_18cublasSplitKParamsIT1_EEPKT2_PKT3_PS7_PKT1_"
+    "SC_S9_PKT4_PS8_PvlPS4_Pi"
+)
+"""cuBLAS's: a struct of 32 bytes, then pointers by the name, of which some are the host's and never followed."""
+
+FILL = "_Z4fillPfS_l"
+"""fill(float*, float*, long): a kernel whose name tells its pointers."""
+
 
 def pointers(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}Q", *values)

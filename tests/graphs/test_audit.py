@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, fake_graph, kernel, pointers, segment
+from fake_cuda import SPLIT_K, FakeDriver, fake_graph, kernel, pointers, segment
 from torch import Tensor, nn
 
 from mainspring.graphs import CaptureError, FixedBuffers, GraphPool, GraphRunner, Input, Ladder, StaleAddressError
@@ -276,12 +276,14 @@ POOL_AT = BASE + 0x10_0000
 class Device:
     """A runner whose only graph is one kernel with a pointer to `address`, on a device of plain data."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, address: int, segments: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, address: int, segments: list[dict[str, Any]], symbol: str = "gemv"
+    ) -> None:
         self.segments = segments
         self.name, self.device = "step", torch.device("cuda", 0)
         self.buffers, self.pool = FixedBuffers("cpu"), GraphPool("cuda")
         self.pool._handles.append((0, 3))
-        node = kernel("gemv", pointers(address), pointers(POOL_AT))
+        node = kernel(symbol, pointers(address), pointers(POOL_AT))
         self.driver = FakeDriver({1: ([10], [])}, {10: ("kernel", node)})
         self.graphs: Any = {4: fake_graph(self.pool, 1)}
         for module in (reading_module,):
@@ -336,9 +338,76 @@ def test_a_pointer_into_freed_memory_is_found_right_after_capture_on_a_gpu(monke
 
 
 def test_a_pointer_into_nothing_known_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    auditor = Auditor(Device(monkeypatch, BASE + 0x9000_0000, [pool_segment()]))
+    auditor = Auditor(Device(monkeypatch, BASE + 0x9000_0000, [pool_segment()], "_Z4fillPfS_"))
     (finding,) = auditor.audit().findings
     assert (finding.what, finding.owner, finding.address) == ("unknown", "unknown", BASE + 0x9000_0000)
+    assert finding.uses == ("rung 4: operation 0 fill, parameter 0",)
+
+
+def test_what_a_librarys_kernel_was_left_with_is_counted_and_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, BASE + 0x50_422C_F7A0, [pool_segment()], "sgemm_largek_lds64")
+    report = Auditor(device).audit()
+    assert report.ok
+    assert (report.addresses, report.struct_addresses, report.unresolved) == (1, 0, 1)
+
+
+def test_memory_freed_after_capture_that_cublas_reads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, BASE, [segment(BASE, (0x1000, "active_allocated")), pool_segment()])
+    node = kernel(SPLIT_K, pointers(1, 2, 3, 4), pointers(BASE + 0x40), *(pointers(0) for _ in range(11)))
+    device.driver.held[10] = ("kernel", node)
+    auditor = Auditor(device)
+    auditor.take([4])
+    assert auditor.audit().ok
+    device.segments = [pool_segment()]  # given back to the driver, which does not know it any more
+    (finding,) = auditor.audit().findings
+    assert (finding.what, finding.address) == ("freed", BASE + 0x40)
+    assert finding.uses == ("rung 4: operation 0 splitKreduce_kernel<32, 16, int>, parameter 1",)
+
+
+def test_a_moved_weight_that_cublas_reads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros(16)
+    state = SimpleNamespace(weight=weight)
+    device = Device(monkeypatch, weight.data_ptr(), [pool_segment()], "nvjet_tst_64x8_64x16_4x1_v_bz_TNT")
+    device.buffers.adopt("layer.weight", lambda: state.weight)
+    auditor = Auditor(device)
+    auditor.take([4])
+    assert auditor.audit().ok
+    state.weight = torch.zeros(16)
+    (finding,) = auditor.audit().findings
+    assert (finding.what, finding.owner) == ("moved", "layer.weight")
+    assert finding.uses == ("rung 4: operation 0 nvjet_tst_64x8_64x16_4x1_v_bz_TNT, parameter 0",)
+
+
+def test_rungs_are_read_again_once_however_much_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, BASE, [segment(BASE, *[(0x1000, "active_allocated")] * 8), pool_segment()])
+    values = [pointers(BASE + 0x1000 * at) for at in range(8)]
+    device.driver.graphs = {1: ([10], []), 2: ([11], [])}
+    device.driver.held = {node: ("kernel", kernel("gemv", *values)) for node in (10, 11)}
+    device.graphs[8] = fake_graph(device.pool, 2)
+    auditor = Auditor(device)
+    auditor.take([4, 8])
+    device.segments = [pool_segment()]
+    read: list[int] = []
+    nodes = device.driver.nodes
+    monkeypatch.setattr(device.driver, "nodes", lambda graph: (read.append(graph), nodes(graph))[1])
+    assert auditor.audit([4]).ok is False and read == [1]
+    read.clear()
+    (finding,) = auditor.audit().findings
+    assert len(finding.uses) == 16 and finding.rungs == (4, 8)
+    assert sorted(read) == [1, 2]
+
+
+def test_a_rung_recorded_later_counts_among_who_holds_a_tensor() -> None:
+    """Both hold the table then; once everyone else has let go of it, both must be told."""
+    state = SimpleNamespace(table=torch.zeros(4))
+    runner = make(lambda x: x + state.table)
+    runner.capture([4])
+    assert runner.audit().ok
+    runner.capture([1])
+    assert runner.audit().ok
+    state.table = None
+    (finding,) = runner.audit().findings
+    assert (finding.what, sorted(finding.rungs)) == ("freed", [1, 4])
 
 
 def test_a_named_buffer_that_moved_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,21 @@ def test_a_full_ring_ends_a_loop_before_it_would_overwrite(device: str) -> None:
     assert mailbox.read() == []
 
 
+def test_a_block_of_records_goes_round_the_end_of_the_ring(device: str) -> None:
+    mailbox = Mailbox(device, record_shape=(2, 3), depth=5)
+    counter = Counter(device, mailbox, width=3)
+    seen = []
+    for steps in (3, 4, 5, 1):
+        launch = counter.loop.launch(steps)
+        counter.loop.join(WAIT)
+        assert not counter.loop.running(launch)
+        block = mailbox.read_block()
+        assert (block.shape, block.dtype) == ((steps, 2, 3), np.int32)
+        seen += block[:, 0, 0].tolist()
+    assert seen == list(range(1, 14))
+    assert mailbox.read_block().shape == (0, 2, 3)
+
+
 def test_records_that_were_read_are_copies(device: str) -> None:
     mailbox = Mailbox(device, record_shape=(2, 1), depth=1)
     counter = Counter(device, mailbox)

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_cuda import MUL, FakeDriver, kernel, pointers, segment
+from fake_cuda import FILL, MUL, SPLIT_K, FakeDriver, kernel, pointers, segment
 
 from mainspring.graphs import GraphError, Span
 from mainspring.graphs.allocator import allocator_spans
 from mainspring.graphs.cuda_nodes import Allocation, CudaDriver
-from mainspring.graphs.kernel_names import parameter_types, readable
+from mainspring.graphs.kernel_names import has_typed_pointers, parameter_types, readable
+from mainspring.graphs.loop_kernel import BEGIN, END_ITERATION
 from mainspring.graphs.read_cuda import RANKS, CudaReader
 from mainspring.graphs.spans import SpanMap
 
@@ -76,15 +77,96 @@ def test_words_within_structs_that_only_look_like_addresses_are_counted_apart() 
     assert operation.unresolved == 2
 
 
-def test_a_pointer_into_freed_memory_or_into_nothing_is_told() -> None:
-    rung = read(
-        FakeDriver(
-            {1: ([10], [])},
-            {10: ("kernel", kernel("k", pointers(DEAD + 16), pointers(BASE + 0x5000_0000), pointers(5)))},
-        )
-    )
+@pytest.mark.parametrize("symbol", [FILL, BEGIN, END_ITERATION])
+def test_a_pointer_into_freed_memory_or_into_nothing_is_told(symbol: str) -> None:
+    node = kernel(symbol, pointers(DEAD + 16), pointers(BASE + 0x5000_0000), pointers(5))
+    rung = read(FakeDriver({1: ([10], [])}, {10: ("kernel", node)}))
     assert [(use.owner, use.parameter) for use in rung.operations[0].uses] == [("freed memory", 0), ("unknown", 1)]
     assert sorted(entry.kind for entry in rung.addresses) == ["freed", "unknown"]
+    assert rung.unresolved == 0
+
+
+def test_a_pointer_of_a_triton_kernel_into_nothing_is_told() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("mainspring.kernels.triton.norm")
+    assert one_kernel("_norm_kernel", pointers(BASE + 0x5000_0000)).uses == ()  # no kernel of that name
+    for symbol in triton_kernels():
+        assert [use.owner for use in one_kernel(symbol, pointers(BASE + 0x5000_0000)).uses] == ["unknown"]
+
+
+def triton_kernels() -> list[str]:
+    """Names of our kernels in one module, as Triton's present and older versions give them to the driver."""
+    import triton.runtime.jit
+
+    from mainspring.kernels.triton import norm
+
+    names = [name for name, value in vars(norm).items() if isinstance(value, triton.runtime.jit.KernelInterface)]
+    assert names
+    return [*names, f"{names[0]}_0d1d2de"]
+
+
+LIBRARY = "sgemm_largek_lds64"
+STACK = BASE + 0x50_422C_F7A0
+
+
+@pytest.mark.parametrize(("symbol", "first"), [(LIBRARY, pointers(WEIGHT)), (SPLIT_K, pointers(1, 2, 3, WEIGHT))])
+def test_what_a_librarys_kernel_was_left_with_is_counted_and_no_pointer(symbol: str, first: bytes) -> None:
+    """An address of the host's stack, which the driver does not know, in 8 bytes that may be anything."""
+    values = [first, *(pointers(STACK + at if at == 4 else 0) for at in range(12))]
+    driver = FakeDriver({1: ([10, 11], [])}, {node: ("kernel", kernel(symbol, *values)) for node in (10, 11)})
+    rung = read(driver)
+    assert [operation.unresolved for operation in rung.operations] == [1, 1]
+    assert [entry.owner for entry in rung.addresses] == ["layer.weight"]
+    assert driver.asked == [STACK + 4]
+
+
+def test_a_librarys_kernel_has_a_pointer_wherever_there_is_memory_of_the_device() -> None:
+    ours, known, freed, pinned = WEIGHT + 64, BASE + 0x6000_0000, DEAD + 16, BASE + 0x4000_0000
+    allocations = [Allocation(known, 64, False), Allocation(pinned, 64, True)]
+    values = [pointers(address) for address in (ours, known, freed, pinned, POOL_AT)]
+    operation = one_kernel(LIBRARY, *values, allocations=allocations)
+    assert [(use.owner, use.kind) for use in operation.uses] == [
+        ("layer.weight", "pointer"),
+        ("device memory outside torch", "pointer"),
+        ("freed memory", "pointer"),
+        ("pinned host memory", "pointer"),
+        ("graph pool", "pointer"),
+    ]
+    assert operation.unresolved == 0
+
+
+@pytest.mark.parametrize(
+    ("symbol", "told", "typed"),
+    [
+        (FILL, True, True),
+        (FILL, False, False),
+        (SPLIT_K, True, False),
+        (LIBRARY, False, False),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", False, False),
+        (BEGIN, False, True),
+    ],
+)
+def test_which_kernels_follow_all_their_pointers(symbol: str, told: bool, typed: bool) -> None:
+    assert has_typed_pointers(symbol, told) is typed
+
+
+def test_rungs_read_by_one_reader_are_what_each_is_by_itself() -> None:
+    weight, pool, garbage = pointers(WEIGHT), pointers(POOL_AT), pointers(STACK)
+    nodes = {
+        10: ("kernel", kernel(LIBRARY, weight, pool, garbage)),
+        11: ("kernel", kernel(MUL, (1).to_bytes(4, "little"), pointers(0, WEIGHT, 0))),
+        20: ("kernel", kernel("other", weight, weight)),
+        21: ("memset", [("write", WEIGHT, 64)]),
+        22: ("kernel", kernel(LIBRARY, weight, pool, garbage)),
+        30: ("kernel", kernel(MUL, (1).to_bytes(4, "little"), pointers(0, WEIGHT, 0))),
+    }
+    driver = FakeDriver({1: ([10, 11], [(10, 11, "full")]), 2: ([20, 21, 22], []), 3: ([30], [])}, nodes)
+    together = CudaReader(driver, SpanMap(SPANS, RANKS))
+    for graph in (1, 2, 3, 1):
+        assert together.read(graph) == CudaReader(driver, SpanMap(SPANS, RANKS)).read(graph)
+    entries = [(entry.owner, entry.operations, entry.typed, entry.nbytes) for entry in together.read(2).addresses]
+    assert entries == [("layer.weight", (0, 1, 2), True, 64), ("graph pool", (2,), True, None)]
+    assert [entry.typed for entry in together.read(3).addresses] == [False]
 
 
 def test_a_parameter_whose_type_is_no_pointer_is_none() -> None:

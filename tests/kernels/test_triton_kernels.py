@@ -299,7 +299,8 @@ def test_the_plan_of_splits_fills_a_device_and_never_exceeds_the_keys() -> None:
                         plan = plan_splits(batch, kv_heads, max_keys, row_bytes, ring)
                         assert 1 <= plan.splits <= 128 and (plan.splits - 1) * plan.min_split < max_keys
                         assert plan.min_split % plan.block_n == 0
-    assert plan_splits(1, 8, 8192, 256, True) == SplitPlan(33, 32, 32, 2)
+    assert plan_splits(1, 8, 2048, 256, True) == SplitPlan(33, 32, 32, 2)
+    assert plan_splits(1, 8, 8192, 256, True) == SplitPlan(66, 32, 32, 2)
     assert plan_splits(256, 8, 400, 256, False).splits == 1
 
 

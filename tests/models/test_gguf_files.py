@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
 
 from mainspring.models.errors import ModelError
 from mainspring.models.gguf_file import GgufFile
@@ -18,6 +16,10 @@ from mainspring.models.gguf_header import dequantize
 from mainspring.models.loader import load_config, load_model
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+from gguf import GGMLQuantizationType as Type  # noqa: E402
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 NAMES = {

@@ -6,13 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 
 from mainspring.models.errors import ModelError
 from mainspring.models.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
+
+gguf = pytest.importorskip("gguf")
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 

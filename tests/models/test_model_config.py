@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +236,17 @@ def test_junk_in_a_generation_configuration_is_a_model_error(tmp_path: Path, ids
 def test_a_name_too_long_for_a_path_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="cannot be looked up"):
         resolve("x" * 5000)
+
+
+def test_a_configuration_is_read_without_the_modeling_code_of_transformers() -> None:
+    program = (
+        "import sys\n"
+        "from mainspring.models.config import config_from_raw\n"
+        "config_from_raw({'architectures': ['Qwen3ForCausalLM'], 'hidden_size': 64}, 'here')\n"
+        "assert 'transformers.models.auto.modeling_auto' not in sys.modules\n"
+        "assert all(getattr(finder, '__name__', '') != 'Refusal' for finder in sys.meta_path)\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "assert 'transformers.models.auto.modeling_auto' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -10,6 +10,8 @@ import torch
 TARGET_PROGRAMS = 264
 #: Up to this many programs before splitting, what counts is how soon one is done.
 FEW_PROGRAMS = 64
+#: From so many keys on, twice as many programs, each with half of the keys, are worth that more is put together.
+LONG_ROW = 4096
 #: The fewest keys worth a split of their own where the batch fills the device already.
 LONG_SPLIT = 512
 MAX_SPLITS = 128
@@ -62,7 +64,8 @@ def plan_splits(batch: int, num_kv_heads: int, max_keys: int, row_bytes: int, ri
             # the same memory as cache.
             block_n, warps, stages = 16, 1, 2
     else:
-        wanted, smallest = min(_ceil_div(TARGET_PROGRAMS, programs), MAX_SPLITS), block_n
+        target = TARGET_PROGRAMS * (2 if max_keys >= LONG_ROW else 1)
+        wanted, smallest = min(_ceil_div(target, programs), MAX_SPLITS), block_n
     return SplitPlan(max(1, min(wanted, _ceil_div(max_keys, smallest))), smallest, block_n, warps, stages)
 
 

@@ -29,8 +29,8 @@ from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
-#: Elements of the splits' sums that are put together at a time: 64 registers of a thread.
-COMBINED_AT_ONCE = 8192
+#: Elements of the splits' sums that a warp puts together at a time: 128 registers of a thread.
+COMBINED_AT_ONCE = 4096
 
 
 @triton.jit
@@ -371,7 +371,7 @@ def _attention(
         return out
     _decode_kernel[(batch, num_kv_heads, planned)](
         *tensors, *numbers, block_tables.shape[1] * block_size, FUSED=fused is not None, BLOCK_D=block_d,
-        BLOCK_S=max(1, min(triton.next_power_of_2(planned), COMBINED_AT_ONCE // (group * block_d))),
+        BLOCK_S=max(1, min(triton.next_power_of_2(planned), plan.warps * COMBINED_AT_ONCE // (group * block_d))),
         SETTLED=settled, num_stages=1, **constants,
     )  # fmt: skip
     return out
