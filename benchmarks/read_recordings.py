@@ -107,9 +107,7 @@ def look(llm: LLM, out: Path | None) -> dict[str, Any]:
         "audit_seconds": audited,
         "collector_seconds": collected,
         "read_and_audit_seconds": read[0] + audited[0],
-        "audit_after_capture_seconds": sum(
-            runner.counters.audit_seconds for runner in llm.core.runner.runners.values()
-        ),
+        "audit_after_capture_seconds": sum(runner.counters.audit_seconds for runner in llm.core.runner.all_runners),
         "recording_seconds": stats.recording_seconds,
         "addresses_by_kind_of_owner": dict(recording.owners()),
         "pointers_of_unknown_owner": sum(

@@ -53,7 +53,7 @@ def main(job: Path, result: Path) -> None:
     told = {
         "ready": ready,
         "stages": stages.seconds,
-        "rungs": len(llm.core.limits.ladder.sizes),
+        "rungs": len(llm.core.limits.ladder.sizes) + len(llm.core.limits.prefill_ladder or ()),
         "recording_seconds": stats.recording_seconds,
         "recorded_bytes": stats.recorded_bytes,
     }

@@ -115,6 +115,14 @@ class EngineOptions:
         str | None,
         Option(metavar="1,2,4", help="Batch sizes to record, the rungs.", rich_help_panel=_RECORDING),
     ] = None
+    prefill_graph_sizes: Annotated[
+        str | None,
+        Option(
+            metavar="16,32|off",
+            help="Numbers of prompt tokens to record the prefill step for; off records none.",
+            rich_help_panel=_RECORDING,
+        ),
+    ] = None
     verify_graphs: Annotated[
         bool,
         Option(
@@ -146,6 +154,9 @@ class EngineOptions:
             given["kv_cache_memory"] = parse_bytes(self.kv_cache_memory)
         if self.cudagraph_capture_sizes is not None:
             given["cudagraph_capture_sizes"] = parse_sizes(self.cudagraph_capture_sizes)
+        if self.prefill_graph_sizes is not None:
+            off = self.prefill_graph_sizes.strip() in ("", "off")
+            given["prefill_graph_sizes"] = [] if off else parse_sizes(self.prefill_graph_sizes)
         return given
 
     def open(self) -> LLM:

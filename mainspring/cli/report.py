@@ -26,6 +26,9 @@ def stats_table(stats: EngineStats) -> Table:
     table.add_row("padded rows", str(stats.padded_rows))
     table.add_row("rungs used", rungs_used(stats.rungs))
     table.add_row("prefill steps", str(stats.prefill_steps))
+    table.add_row("recorded prefill steps", str(stats.recorded_prefill_steps))
+    for reason, count in sorted(stats.eager_prefill_steps.items()):
+        table.add_row(f"eager prefill: {reason}", str(count))
     table.add_row("decode steps", str(stats.decode_steps))
     table.add_row("decode launches per token", f"{stats.launches_per_token:.3f}")
     if stats.loop_launches:

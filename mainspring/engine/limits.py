@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,10 @@ logger = logging.getLogger("mainspring")
 #: Defaults by device type: rows a step may have, and tokens a prefill step may have.
 DEFAULT_NUM_SEQS = {"cpu": 8, "cuda": 256}
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+#: Default sizes of recorded prefill steps, in tokens. On a CPU the padding costs more than the recording saves.
+DEFAULT_PREFILL_SIZES: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (16, 32, 64, 128, 256, 512)}
+#: Most prompts that a recorded prefill step holds chunks of.
+PREFILL_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,12 @@ class EngineLimits:
     block_size: int
     ladder: Ladder
     max_logprobs: int = 20
+    prefill_ladder: Ladder | None = None
+
+    @property
+    def prefill_sequences(self) -> int:
+        """Most prompts that a recorded prefill step holds chunks of."""
+        return min(PREFILL_SEQUENCES, self.max_num_seqs)
 
     @property
     def max_blocks(self) -> int:
@@ -93,6 +104,7 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
             f"for (max_position_embeddings); lower max_model_len"
         )
     max_num_seqs = settings.max_num_seqs or DEFAULT_NUM_SEQS[device.type]
+    max_num_batched_tokens = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type]
     try:
         sizes = settings.cudagraph_capture_sizes
         ladder = Ladder.default(max_num_seqs) if sizes is None else Ladder(sizes).cut_to(max_num_seqs)
@@ -100,15 +112,28 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
         raise SettingsError(f"cudagraph_capture_sizes is {sizes!r}; give a list of batch sizes") from error
     except LadderError as error:
         raise SettingsError(f"cudagraph_capture_sizes: {error}") from error
+    most = min(max_num_batched_tokens, min(PREFILL_SEQUENCES, max_num_seqs) * max_model_len)
     return EngineLimits(
         device=device,
         dtype=resolve_dtype(settings.dtype, config, device),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type],
+        max_num_batched_tokens=max_num_batched_tokens,
         block_size=settings.block_size,
         ladder=ladder,
         max_logprobs=config.vocab_size
         if settings.max_logprobs == -1
         else min(settings.max_logprobs, config.vocab_size),
+        prefill_ladder=_prefill_ladder(settings.prefill_graph_sizes, most, device),
     )
+
+
+def _prefill_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -> Ladder | None:
+    """The sizes of recorded prefill steps, up to the ``most`` tokens that one can have; None where there are none."""
+    chosen = DEFAULT_PREFILL_SIZES[device.type] if sizes is None else sizes
+    try:
+        return Ladder(chosen).cut_to(most) if len(chosen) else None
+    except TypeError as error:
+        raise SettingsError(f"prefill_graph_sizes is {sizes!r}; give a list of numbers of tokens") from error
+    except LadderError as error:
+        raise SettingsError(f"prefill_graph_sizes: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from mainspring.engine.errors import SettingsError
 from mainspring.engine.model_runner import ModelRunner
 from mainspring.engine.samplers import PLAIN
 from mainspring.engine.settings import DEFAULT_CPU_KV_BYTES, EngineSettings
+from mainspring.graphs import Ladder
 
 logger = logging.getLogger("mainspring")
 
@@ -90,7 +92,7 @@ class LadderBytes:
 
 
 def record_ladder(runner: ModelRunner, plan: MemoryPlan) -> LadderBytes | None:
-    """Record the plain step on every rung, log what that took beside what was expected, and verify if that is on.
+    """Record the plain steps on every rung, log what that took beside what was expected, and verify if that is on.
 
     None where nothing is recorded.
     """
@@ -102,7 +104,7 @@ def record_ladder(runner: ModelRunner, plan: MemoryPlan) -> LadderBytes | None:
     found = LadderBytes(plan.graph_bytes // len(runner.runners), _graph_bytes(runner, device) - before)
     logger.info(
         "recorded %d rungs: %.1f MiB, where %.1f MiB were expected (%+.1f MiB); KV cache: %d blocks, %.2f GiB",
-        len(runner.limits.ladder.sizes),
+        len(runner.limits.ladder.sizes) + len(runner.limits.prefill_ladder or ()),
         found.taken / 2**20,
         found.expected / 2**20,
         found.difference / 2**20,
@@ -121,17 +123,25 @@ def record_ladder(runner: ModelRunner, plan: MemoryPlan) -> LadderBytes | None:
 
 
 def _probe_graphs(runner: ModelRunner) -> int:
-    """Bytes that recording the plain step's whole ladder is going to take, from recording its two largest rungs.
+    """Bytes that recording the plain steps' whole ladders is going to take."""
+    taken = _probe_ladder(runner, runner.limits.ladder, runner.record)
+    if runner.prefill.ladder is not None:
+        taken += _probe_ladder(runner, runner.prefill.ladder, runner.prefill.record)
+    return taken
+
+
+def _probe_ladder(runner: ModelRunner, ladder: Ladder, record: Callable[[list[int]], None]) -> int:
+    """The same for one ladder, from recording its two largest rungs.
 
     The first shows the shared pool and its own executable; the second, which fits in the same pool, shows what one
     executable more takes.
     """
     device = runner.limits.device
-    sizes = sorted(runner.limits.ladder.sizes, reverse=True)
+    sizes = sorted(ladder.sizes, reverse=True)
     taken = []
     for size in sizes[:2]:
         before = _graph_bytes(runner, device)
-        runner.record([size])
+        record([size])
         taken.append(_graph_bytes(runner, device) - before)
     each = max(taken[1], 0) if len(taken) > 1 else 0
     return max(taken[0], 0) + each * (len(sizes) - 1)

@@ -16,11 +16,13 @@ from mainspring.engine.errors import RequestError
 from mainspring.engine.kv_cache import KVCacheSpec, allocate_kv_cache, layer_views
 from mainspring.engine.launched import LaunchedStep, PromptRead, TokenRead
 from mainspring.engine.limits import EngineLimits
-from mainspring.engine.logits_state import LogitsState, pack_logprobs
+from mainspring.engine.logits_state import LogitsState
 from mainspring.engine.loops import Loops
 from mainspring.engine.operation_counter import OperationCounter
 from mainspring.engine.prefill_batch import PrefillBatch
+from mainspring.engine.prefill_graphs import PrefillGraphs
 from mainspring.engine.processors import apply_processors
+from mainspring.engine.prompt_reads import read_prompts
 from mainspring.engine.request import Request
 from mainspring.engine.request_state import seat_of, seat_state
 from mainspring.engine.samplers import FULL, PLAIN, FullSampler, PlainSampler, variant_for
@@ -31,7 +33,6 @@ from mainspring.engine.step_trial import DecodeTrial
 from mainspring.engine.transfer import Download, Uploader
 from mainspring.graphs import AuditReport, FixedBuffers, GraphPool, GraphRunner, Input, Recording
 from mainspring.models.decoder import Decoder
-from mainspring.models.inputs import ModelInputs
 
 if TYPE_CHECKING:
     from mainspring.engine.schedule_log import ScheduleLog
@@ -105,6 +106,12 @@ class ModelRunner:
             )
             for name, sampler in self.samplers.items()
         }
+        self.prefill = PrefillGraphs(self, progress=progress, verify_graphs=verify_graphs)
+
+    @property
+    def all_runners(self) -> list[GraphRunner]:
+        """What records: decode steps, then prefill steps, each a variant at a time."""
+        return [*self.runners.values(), *self.prefill.runners.values()]
 
     @property
     def kv_spec(self) -> KVCacheSpec:
@@ -125,7 +132,7 @@ class ModelRunner:
     def release_graphs(self, reason: str | None = None) -> None:
         """Give back everything recorded; a step that needs a recording makes it anew, counted under ``reason``."""
         self.loops.release()
-        for runner in self.runners.values():
+        for runner in self.all_runners:
             runner.release(reason)
 
     def deallocate(self) -> None:
@@ -136,21 +143,24 @@ class ModelRunner:
             self.buffers.remove("kv_cache")
 
     def record(self, sizes: Sequence[int] | None = None) -> None:
-        """Record the plain step on the ladder, or on some of its rungs. The full step is recorded when first needed.
+        """Record the plain decode step on some rungs, or on its whole ladder and the plain prefill step on its own. The
+        full steps are recorded when first needed.
 
         These are not verified yet: what that takes is not to be measured as theirs. See ``verify``.
         """
         if not self.enforce_eager:
             self.runners[PLAIN].capture(sizes, verify=False)
+            if sizes is None:
+                self.prefill.record()
 
     def recording(self) -> Recording:
-        """What both variants of the step have recorded, as plain data."""
+        """What both variants of the decode and of the prefill step have recorded, as plain data."""
         totals = self.bytes_taken()
-        return Recording.merge((runner.recording() for runner in self.runners.values()), "decode", totals)
+        return Recording.merge((runner.recording() for runner in self.all_runners), "decode", totals)
 
     def bytes_taken(self) -> dict[str, int]:
         """Bytes by what they are for: the graphs' pool, their executables, fixed buffers, KV cache, weights."""
-        captures = [report for runner in self.runners.values() for report in runner.counters.captures.values()]
+        captures = [report for runner in self.all_runners for report in runner.counters.captures.values()]
         weights = {
             tensor.untyped_storage().data_ptr(): tensor
             for tensor in map(self.buffers.get, self.weight_names)
@@ -165,18 +175,18 @@ class ModelRunner:
         }
 
     def audit(self) -> dict[str, AuditReport]:
-        """Compare every recorded address with the memory that there is now, for each variant of the step."""
-        return {name: runner.audit() for name, runner in self.runners.items()}
+        """Compare every recorded address with the memory that there is now, by runner: ``decode.plain`` and so on."""
+        return {runner.name: runner.audit() for runner in self.all_runners}
 
     def verify(self) -> int:
         """Compare every recording with an eager run, bit for bit; returns how many there were. Loops end first."""
         self.loops.end()
-        return sum(len(runner.verify()) for runner in self.runners.values())
+        return sum(len(runner.verify()) for runner in self.all_runners)
 
     @property
     def verifies(self) -> bool:
         """Whether recordings are compared with eager runs as they are made."""
-        return any(runner.verifies for runner in self.runners.values())
+        return any(runner.verifies for runner in self.all_runners)
 
     def replaced_weights(self) -> list[str]:
         """Names of the weights that are now another tensor, or elsewhere, than was recorded."""
@@ -186,7 +196,7 @@ class ModelRunner:
         """Take the present addresses of all weights and record again what was recorded; ``reason`` is counted."""
         if self.limits.device.type == "cuda":
             torch.cuda.synchronize(self.limits.device)
-        for runner in self.runners.values():
+        for runner in self.all_runners:
             runner.recapture(reason)
 
     @property
@@ -207,13 +217,13 @@ class ModelRunner:
                 return self.launch(plan)
         self.loops.make_way()
         done = None if self.log is None else self.log.launched(plan)
-        self.seats.write_tables(plan.table_writes, self.upload)
+        calls = self.device_calls
         if isinstance(plan, PrefillPlan):
-            calls = self.device_calls
             launched = self._launch_prefill(plan)
             self.prefill_calls += self.device_calls - calls
             self.prefill_steps += 1
         else:
+            self.seats.write_tables(plan.table_writes, self.upload)
             launched = self._launch_decode(plan)
             self.decode_launches += len(launched.reads)
         if done is not None:
@@ -224,7 +234,7 @@ class ModelRunner:
     def device_calls(self) -> int:
         """Calls that the CPU has made to the device: replays, loops or single operations, and copies."""
         calls = self.upload.calls + self.downloads + self.eager_operations + self.loops.launches
-        for each in self.runners.values():
+        for each in self.all_runners:
             calls += each.counters.replays.total() + each.counters.uploads
         return calls
 
@@ -247,7 +257,9 @@ class ModelRunner:
             ) from error
         if self.limits.device.type == "cuda":
             torch.cuda.synchronize(self.limits.device)
-        self.runners[FULL].release("a request asked for what the full step had no buffers for")
+        for runners in (self.runners, self.prefill.runners):
+            if FULL in runners:
+                runners[FULL].release("a request asked for what the full step had no buffers for")
         self._eager_operations = {key: count for key, count in self._eager_operations.items() if key[0] != FULL}
 
     @torch.no_grad()
@@ -298,52 +310,33 @@ class ModelRunner:
     @torch.no_grad()
     def _launch_prefill(self, plan: PrefillPlan) -> LaunchedStep:
         completed = tuple(chunk.request for chunk in plan.chunks if chunk.is_last)
-        self.seats.write([(seat_of(request), seat_state(request)) for request in completed], self.upload)
         self.logits_state.write([(seat_of(request), request) for request in completed], self.upload)
         failures: dict[Request, RequestError] = {}
         self._write_grammars(completed, failures)
-        batch = PrefillBatch.of(plan).to_device(self.upload)
-        variant = variant_for(completed)
-        hidden = self.step.forward(self._prefill_inputs(batch))
-        prompt_reads = self._read_prompts(plan, hidden)
-        self.step.begin(hidden, batch.last, batch.completed_seats, self.samplers[variant])
+        batch, variant = PrefillBatch.of(plan), variant_for(completed)
+        why_eager = self.prefill.why_eager(plan)
+        if why_eager is None:
+            self.prefill.run(batch, variant, plan.table_writes, [seat_state(request) for request in completed])
+            prompt_reads: tuple[PromptRead, ...] = ()
+        else:
+            self.prefill.count_eager(why_eager)
+            prompt_reads = self._prefill_eager(plan, batch, variant)
         self.prefill_tokens += plan.num_tokens
         reads = self._read_tokens(variant, completed, failures) if completed else []
         return LaunchedStep(tuple(reads), is_prefill=True, prompt_reads=prompt_reads, failures=failures)
 
-    def _read_prompts(self, plan: PrefillPlan, hidden: torch.Tensor) -> tuple[PromptRead, ...]:
-        """Log-probabilities of the prompt tokens that each chunk predicts: of position ``start`` + 1 on, as far as the
-        prompt goes. Logits are made in pieces of at most ``max_rows``."""
-        reads = []
-        offset = 0
-        for chunk in plan.chunks:
-            first, offset = offset, offset + chunk.length
-            request = chunk.request
-            if not request.prompt_logprobs_due:
-                continue
-            end = min(chunk.start + chunk.length, len(request.prompt_token_ids) - 1)
-            for start in range(chunk.start, end, self.limits.max_rows):
-                count = min(self.limits.max_rows, end - start)
-                row = first + start - chunk.start
-                logits = self.model.compute_logits(hidden[row : row + count], out=self.logits[:count])
-                targets = np.asarray(request.token_span(start + 1, start + 1 + count), dtype=np.int64)
-                wanted = request.params.prompt_logprobs
-                k = logits.shape[1] if wanted is None or wanted < 0 else wanted
-                packed = pack_logprobs(logits, self.upload(targets), k)
-                reads.append(PromptRead(request, start + 1, Download(packed)))
-        return tuple(reads)
-
-    def _prefill_inputs(self, batch: PrefillBatch[torch.Tensor]) -> ModelInputs:
-        size, positions = self.limits.block_size, batch.positions
-        blocks = self.seats.block_tables[batch.token_seats, positions // size].to(torch.int64)
-        return ModelInputs(
-            token_ids=batch.token_ids,
-            positions=positions,
-            slots=torch.where(blocks != 0, blocks * size + positions % size, -1),
-            block_tables=self.seats.block_tables[batch.seats],
-            seq_lens=batch.seq_lens.to(torch.int32),
-            query_starts=batch.query_starts.to(torch.int32),
-        )
+    def _prefill_eager(
+        self, plan: PrefillPlan, batch: PrefillBatch[np.ndarray], variant: str
+    ) -> tuple[PromptRead, ...]:
+        """A prefill step as it is, operation by operation."""
+        completed = [chunk.request for chunk in plan.chunks if chunk.is_last]
+        self.seats.write_tables(plan.table_writes, self.upload)
+        self.seats.write([(seat_of(request), seat_state(request)) for request in completed], self.upload)
+        there = batch.to_device(self.upload)
+        hidden = self.step.forward(there.inputs(self.seats, self.limits.block_size))
+        prompt_reads = read_prompts(self.model, plan, hidden, self.logits, self.upload)
+        self.step.begin(hidden, there.last, there.completed_seats, self.samplers[variant])
+        return prompt_reads
 
     @torch.no_grad()
     def dry_prefill(self) -> None:
@@ -356,8 +349,8 @@ class ModelRunner:
         batch = PrefillBatch(
             torch.zeros_like(positions), positions, null, null[:1], bounds, bounds[1:], bounds[1:] - 1, null[:1]
         )
-        inputs = self._prefill_inputs(batch)
-        self.model.compute_logits(self.model(inputs, self.step.kv_cache)[:1], out=self.logits[:1])
+        hidden = self.step.forward(batch.inputs(self.seats, self.limits.block_size))
+        self.model.compute_logits(hidden[:1], out=self.logits[:1])
 
     def resynchronize(self) -> None:
         """Wait for the device and take over its count of steps, after a launch that may have been cut short."""

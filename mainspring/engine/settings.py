@@ -45,6 +45,10 @@ class EngineSettings:
     ``launch_mode`` is ``eager``, ``graph`` or ``loop``; ``None`` is ``loop`` on a GPU that can and ``graph`` elsewhere.
     In ``loop`` mode KV blocks are reserved for ``loop_steps`` decode steps ahead, as far as the pool has them, and a
     loop that makes no step for ``loop_timeout`` seconds counts as stuck.
+
+    ``cudagraph_capture_sizes`` are the batch sizes for which the decode step is recorded, ``prefill_graph_sizes`` the
+    numbers of prompt tokens for which the prefill step is; an empty list records no prefill step. ``None`` is 16 to 512
+    tokens on a GPU, and none on a CPU.
     """
 
     model: str
@@ -63,6 +67,7 @@ class EngineSettings:
     loop_steps: int = 256
     loop_timeout: float = 30.0
     cudagraph_capture_sizes: Sequence[int] | None = None
+    prefill_graph_sizes: Sequence[int] | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
     max_logprobs: int = 20

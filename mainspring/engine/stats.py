@@ -24,6 +24,9 @@ class EngineStats:
     prompt tokens were looked up in the prefix cache, ``prefix_hit_tokens`` how many were there. ``recaptures`` counts
     rungs that were recorded again, by reason; ``verified_graphs`` the recordings that were compared with eager runs.
 
+    Of the ``prefill_steps``, ``recorded_prefill_steps`` were replays, and ``eager_prefill_steps`` counts the others by
+    reason. ``rungs``, padding and ``eager_steps`` are those of decode steps.
+
     ``decode_launches`` counts the replays and loops that the CPU launched for decoding (eager steps too), and
     ``launches_per_token`` them over decoded tokens. ``loop_launches`` of them were loops, which made ``loop_steps`` of
     the ``decode_steps``; ``loop_ends`` is why they ended. ``single_steps`` counts, in loop mode, decode steps that were
@@ -58,6 +61,8 @@ class EngineStats:
     loop_ends: Mapping[str, int] = field(default_factory=dict)
     single_steps: Mapping[str, int] = field(default_factory=dict)
     loop_gap_ms: float | None = None
+    recorded_prefill_steps: int = 0
+    eager_prefill_steps: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepClock:
@@ -116,6 +121,8 @@ class StepClock:
                 rungs[size] = rungs.get(size, 0) + count
             for reason, count in counter.eager_steps.items():
                 eager[reason] = eager.get(reason, 0) + count
+        recorders = [each.counters for each in runner.all_runners]
+        for counter in recorders:
             for reason, count in counter.recaptures.items():
                 again[reason] = again.get(reason, 0) + count
         rows = sum(counter.rows for counter in counters)
@@ -134,9 +141,9 @@ class StepClock:
             decoded_tokens=self.decode_rows,
             eager_steps=eager,
             recaptures=again,
-            verified_graphs=sum(counter.verified for counter in counters),
+            verified_graphs=sum(counter.verified for counter in recorders),
             recorded_bytes=int(runner.pool.nbytes),
-            recording_seconds=sum(counter.capture_seconds for counter in counters),
+            recording_seconds=sum(counter.capture_seconds for counter in recorders),
             preemptions=scheduler.num_preemptions,
             prefix_queried_tokens=prefix.queried_tokens,
             prefix_hit_tokens=prefix.hit_tokens,
@@ -148,4 +155,6 @@ class StepClock:
             loop_ends=dict(driver.ends),
             single_steps=dict(driver.single_steps),
             loop_gap_ms=1e3 * statistics.median(driver.gaps) if driver.gaps else None,
+            recorded_prefill_steps=runner.prefill.recorded_steps,
+            eager_prefill_steps=dict(runner.prefill.eager_steps),
         )

@@ -112,7 +112,7 @@ class Step:
         """Choose the first token of each prompt that a prefill step completed.
 
         ``last`` ``[m]`` are the indices in ``hidden`` of the tokens that complete a prompt and ``seats`` ``[m]`` their
-        requests' seats; ``m`` may be 0.
+        requests' seats; ``m`` may be 0. Rows of the null seat are padding.
         """
         if len(last):
             self.finish(hidden[last], seats, self.seats.alive[seats] != 0, sampler)

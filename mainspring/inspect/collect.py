@@ -33,7 +33,8 @@ def inspect_engine(llm: LLM, *, rows: int = 1, steps: int = 3, sampled: bool = F
     if rows < 1 or steps < 0:
         raise ValueError(f"a batch of {rows} rows and {steps} steps; have at least 1 row and 0 steps")
     if sampled:
-        core.runner.runners["full"].capture()
+        for runner in core.runner.all_runners:
+            runner.capture()
     timelines: list[Timeline] = []
     notes: list[str] = []
     if steps:
@@ -51,7 +52,7 @@ def inspect_engine(llm: LLM, *, rows: int = 1, steps: int = 3, sampled: bool = F
         )
     recording = llm.recording()
     present = {rung.name for rung in recording.rungs}
-    audits = {f"decode.{name}": report for name, report in llm.audit().items() if f"decode.{name}" in present}
+    audits = {name: report for name, report in llm.audit().items() if name in present}
     return Inspection(recording, _about(llm), audits, estimates, tuple(timelines), tuple(notes))
 
 

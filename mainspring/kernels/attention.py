@@ -220,8 +220,9 @@ def prefill_attention(
 ) -> Tensor:
     """Attend causally with the last tokens of each sequence to all its keys in the paged cache.
 
-    The keys and values of the queries themselves must be in the cache already. Not for recording: it may
-    look at lengths.
+    The keys and values of the queries themselves must be in the cache already. Nothing that is launched on a GPU
+    depends on a length, so that it can be recorded for so many tokens and sequences: those that are not there are
+    sequences without a query and a key at the end, and tokens behind the last one's.
 
     Args:
         q: ``[tokens, num_heads, head_dim]``, the sequences one after another.
@@ -235,7 +236,7 @@ def prefill_attention(
         window: 0 for all keys, otherwise a query sees only the last ``window`` keys up to its own.
 
     Returns:
-        ``[tokens, num_heads, head_dim]``, new, in the dtype of ``q``.
+        ``[tokens, num_heads, head_dim]``, new, in the dtype of ``q``; zeros for tokens of no sequence.
 
     Raises:
         ValueError: a sequence has more queries than keys (checked where lengths are on the CPU).

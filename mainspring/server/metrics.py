@@ -155,6 +155,7 @@ class _EngineCollector:
             "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
             "vllm:num_preemptions": ("Answers that gave up their seat to be computed again.", stats.preemptions),
             "mainspring:prefill_steps": ("Prefill steps.", stats.prefill_steps),
+            "mainspring:recorded_prefill_steps": ("Prefill steps that were replays.", stats.recorded_prefill_steps),
             "mainspring:decode_steps": ("Decode steps.", stats.decode_steps),
             "mainspring:decoded_tokens": ("Rows of decode steps that were not padding.", stats.decoded_tokens),
         }
@@ -166,7 +167,10 @@ class _EngineCollector:
         )
         yield self._gauge("mainspring:recorded_bytes", "Memory of all recordings.", stats.recorded_bytes)
         yield self._by("mainspring:replays", "Replays of each rung.", "rung", stats.rungs)
-        yield self._by("mainspring:eager_steps", "Steps that ran eager.", "reason", stats.eager_steps)
+        yield self._by("mainspring:eager_steps", "Decode steps that ran eager.", "reason", stats.eager_steps)
+        yield self._by(
+            "mainspring:eager_prefill_steps", "Prefill steps that ran eager.", "reason", stats.eager_prefill_steps
+        )
         yield self._by("mainspring:loop_exits", "Why loops ended.", "reason", loop_exits(stats))
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -28,10 +28,10 @@ WATCH = 0.5
 
 
 def prepare_engine(llm: LLM) -> None:
-    """Record what most requests need before the service is ready: also the step that samples."""
+    """Record what most requests need before the service is ready: also the steps that sample."""
     core = llm.core
     if core.launch_mode != "eager":
-        for runner in core.runner.runners.values():
+        for runner in core.runner.all_runners:
             runner.capture()
         loops = getattr(core.runner, "loops", None)
         if core.launch_mode == "loop" and loops is not None:

@@ -56,6 +56,14 @@ def test_options_reach_the_engine_and_what_is_not_given_does_not(invoke: Invoke,
     }
 
 
+@pytest.mark.parametrize(("given", "sizes"), [("16,64", [16, 64]), ("off", []), ("", [])])
+def test_sizes_of_recorded_prefill_steps_reach_the_engine(
+    invoke: Invoke, fake: type[FakeLLM], given: str, sizes: list[int]
+) -> None:
+    invoke("generate", "x", "--prefill-graph-sizes", given)
+    assert fake.made[-1].options["prefill_graph_sizes"] == sizes
+
+
 def test_sampling_options_reach_the_request(invoke: Invoke, fake: type[FakeLLM]) -> None:
     invoke("generate", "x")
     plain = fake.made[-1].params[-1]
@@ -122,6 +130,8 @@ def test_stats_close_with_a_table_beside_the_answer(invoke: Invoke, monkeypatch:
         "padded rows": "9",
         "rungs used": "1 x 63, 8 x 12",
         "prefill steps": "2",
+        "recorded prefill steps": "1",
+        "eager prefill: too_many_tokens": "1",
         "decode steps": "75",
         "decode launches per token": "0.125",
     }

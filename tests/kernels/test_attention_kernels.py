@@ -126,6 +126,19 @@ def test_prefill_with_a_cached_prefix_equals_the_formula(
     assert_close(out, naive_prefill(q, case, counts, 0.25, window))
 
 
+def test_prefill_of_a_padded_step_is_that_of_its_sequences() -> None:
+    case = paged_case([37, 5], block_size=BLOCK, kv_heads=2, head_dim=32, dtype=torch.float32)
+    q = torch.full((16, 4, 32), torch.nan)
+    q[:9] = torch.randn(9, 4, 32)
+    starts = torch.tensor([0, 4, 9, 9, 9], dtype=torch.int32)
+    tables = torch.cat((case.block_tables, torch.full_like(case.block_tables, 1 << 20)))
+    lens = torch.cat((case.seq_lens, torch.zeros_like(case.seq_lens)))
+    out = prefill_attention(q, case.k_cache, case.v_cache, tables, starts, lens, 0.2)
+    alone = prefill_attention(q[:9], case.k_cache, case.v_cache, case.block_tables, starts[:3], case.seq_lens, 0.2)
+    assert torch.equal(out[:9], alone)
+    assert not out[9:].any()
+
+
 def test_prefill_of_one_token_is_decode() -> None:
     case = paged_case([37], block_size=BLOCK, kv_heads=2, head_dim=32, dtype=torch.float32)
     q = torch.randn(1, 4, 32)

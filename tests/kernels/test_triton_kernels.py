@@ -328,6 +328,29 @@ def test_prefill_attention(
     assert_close(out, naive_prefill(q, case, counts, scale, window))
 
 
+@pytest.mark.parametrize(("lengths", "counts"), [([70, 3, 17], [65, 3, 1]), ([64], [64]), ([], [])])
+def test_prefill_attention_of_a_padded_step(lengths: list[int], counts: list[int]) -> None:
+    """As it is recorded: 8 sequences whatever there are, and tokens behind the last that belong to none."""
+    real, tokens = len(counts), 128
+    case = paged_case(lengths or [1], block_size=16, kv_heads=2, head_dim=32, dtype=torch.float32)
+    q = torch.full((tokens, 4, 32), torch.nan)
+    q[: sum(counts)] = torch.randn(sum(counts), 4, 32)
+    starts = torch.full((9,), sum(counts), dtype=torch.int32)
+    starts[: real + 1] = torch.tensor([0, *counts]).cumsum(0)
+    lens = torch.zeros(8, dtype=torch.int32)
+    lens[:real] = torch.tensor(lengths, dtype=torch.int32)
+    tables = torch.full(
+        (8, case.block_tables.shape[1]), 1 << 20, dtype=torch.int32
+    )  # followed, it would be far outside
+    tables[:real] = case.block_tables[:real]
+    on = case.to(DEVICE)
+    given = [value.to(DEVICE) for value in (tables, starts, lens)]
+    out = prefill_attention(q.to(DEVICE), on.k_cache, on.v_cache, *given, 0.2)
+    if counts:
+        assert_close(out[: sum(counts)], naive_prefill(q[: sum(counts)], case, counts, 0.2, 0))
+    assert not out[sum(counts) :].any()
+
+
 def test_prefill_attention_of_a_long_prompt() -> None:
     for dtype in DTYPES:
         case = paged_case([600], block_size=16, kv_heads=1, head_dim=32, dtype=dtype)

@@ -22,7 +22,10 @@ VLLM = [
     "vllm:request_prompt_tokens_bucket",
     "vllm:request_generation_tokens_bucket",
 ]
-OWN = ["replays_total", "padding_waste", "decode_steps_total", "prefill_steps_total", "cpu_calls_per_token"]
+OWN = [
+    *("replays_total", "padding_waste", "decode_steps_total", "prefill_steps_total", "cpu_calls_per_token"),
+    *("recorded_prefill_steps_total", "eager_prefill_steps_total"),
+]
 
 
 def read(live: Live) -> dict[str, float]:
