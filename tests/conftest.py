@@ -49,15 +49,19 @@ def ctrl_c_is_heard() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def engines_share_the_gpu() -> Iterator[None]:
-    """An engine whose KV cache no test bounds takes as much on a GPU as on a CPU: not 0.9 of one that tests share."""
-    from mainspring.engine.settings import DEFAULT_CPU_KV_BYTES, EngineSettings
+    """An engine whose KV cache no test bounds has a fixed number of blocks on a GPU: not 0.9 of one that tests share.
+
+    A number of blocks, not of bytes: what recordings take is measured by the device's free memory, of which other
+    tests take and give back meanwhile.
+    """
+    from mainspring.engine.settings import EngineSettings
 
     check = EngineSettings.__post_init__
 
     def bound(settings: EngineSettings) -> None:
         check(settings)
-        if settings.kv_cache_memory is None and settings.num_gpu_blocks_override is None:
-            object.__setattr__(settings, "kv_cache_memory", DEFAULT_CPU_KV_BYTES)
+        if _cuda_available() and settings.kv_cache_memory is None and settings.num_gpu_blocks_override is None:
+            object.__setattr__(settings, "num_gpu_blocks_override", 4096)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineSettings, "__post_init__", bound)

@@ -14,7 +14,7 @@ _CLOSING = {"<": ">", "(": ")", "[": "]", "{": "}"}
 _NAMESPACES = re.compile(r"\b(?:\w+|\(anonymous namespace\))::")
 _SPECIALISED = re.compile(r"_(?:\d+[cde]*)+$")
 _LENGTH = re.compile(r"\d+")
-_LIBRARIES = re.compile("cublas|cudnn|cusparse|cusolver|cufft|cutlass")
+_LIBRARIES = re.compile("cublas|cudnn|cusparse|cusolver|cufft|cutlass|gemm|gemv")
 _OURS = "mainspring_"
 _TELLING = re.compile(r"\b(\w+(?:Functor\w*|Ops?|_kernel_cuda|_kernel_impl))\b")
 
@@ -68,7 +68,7 @@ def has_typed_pointers(symbol: str, told: bool) -> bool:
 
     True for Triton's kernels, for our own, and for C++ kernels whose name tells the parameters' types. False for
     others, where 8 bytes may be a number or left as they were, and for those of NVIDIA's libraries, which also take
-    addresses of scalars on the host that they do not follow (`cublasLt::splitKreduce_kernel`).
+    addresses of scalars on the host that they do not follow (`cublasLt::splitKreduce_kernel`, `sgemm_largek_lds64`).
 
     Args:
         symbol: the name as the driver has it.

@@ -129,7 +129,7 @@ def test_small_random_model_of_each_family(family: str, device: str, tmp_path: P
         device=device,
         dtype="float32",
         skip_tokenizer_init=True,
-        kv_cache_memory=16 << 20,
+        num_gpu_blocks_override=200,
         max_num_seqs=4,
         max_num_batched_tokens=32,
     ) as llm:

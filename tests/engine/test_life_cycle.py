@@ -61,7 +61,9 @@ def test_close_frees_at_once_even_where_the_object_is_kept(tiny_folder: Path) ->
 
 @pytest.mark.gpu
 def test_what_a_closed_engine_had_is_free_for_others(tiny_folder: Path) -> None:
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "kv_cache_memory": 512 << 20}
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "num_gpu_blocks_override": (512 << 20) // 4096}
+    gc.collect()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with LLM(str(tiny_folder), **options) as llm:
         ids(llm)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainspring.engine.options import UnknownOptionError, nearest, reject_unknown
-from mainspring.engine.settings import DEFAULT_CPU_KV_BYTES, EngineSettings
+from mainspring.engine.settings import EngineSettings
 
 OPTIONS = ("enforce_eager", "max_model_len", "max_num_seqs", "dtype", "gpu_memory_utilization")
 
@@ -37,7 +37,8 @@ def test_one_lost_letter_still_finds_the_name(name: str, data: st.DataObject) ->
     assert nearest(name[:at] + name[at + 1 :], OPTIONS) == name
 
 
+@pytest.mark.gpu
 def test_no_engine_of_a_test_takes_a_whole_gpu() -> None:
-    assert EngineSettings(model="tiny", device="cuda").kv_cache_memory == DEFAULT_CPU_KV_BYTES
-    assert EngineSettings(model="tiny", device="cuda", num_gpu_blocks_override=7).kv_cache_memory is None
+    assert EngineSettings(model="tiny", device="cuda").num_gpu_blocks_override == 4096
+    assert EngineSettings(model="tiny", device="cuda", num_gpu_blocks_override=7).num_gpu_blocks_override == 7
     assert EngineSettings(model="tiny", device="cuda", kv_cache_memory=5).kv_cache_memory == 5

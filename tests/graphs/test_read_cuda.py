@@ -142,6 +142,7 @@ def test_a_librarys_kernel_has_a_pointer_wherever_there_is_memory_of_the_device(
         (FILL, False, False),
         (SPLIT_K, True, False),
         (LIBRARY, False, False),
+        ("_Z18sgemm_largek_lds64ILb1ELb0ELi5EEvPfPKfS2_iiiiii", True, False),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", False, False),
         (BEGIN, False, True),
     ],
