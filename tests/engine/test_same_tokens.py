@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -161,3 +162,22 @@ def test_three_choices_are_what_three_requests_get(make_tiny: MakeLLM) -> None:
     assert [list(choice.token_ids) for choice in choices] == expected
     assert llm.stats().prefix_hit_tokens == 2 * 32
     assert llm.core.scheduler.pool.num_free == llm.core.memory.num_blocks
+
+
+def test_a_drawn_choice_is_the_same_whoever_its_siblings_are(make_tiny: MakeLLM) -> None:
+    """The first is what the request gets that asks for one; blocks shared, filled cold or hit change nothing."""
+    prompt = {"prompt_token_ids": [(3 * i) % 250 for i in range(40)]}
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True)
+    asked = {n: dataclasses.replace(params, n=n) for n in (1, 2, 3)}
+    cold = {n: make_tiny(enable_prefix_caching=False).generate(prompt, asked[n])[0].outputs for n in (1, 2, 3)}
+    tokens = [list(choice.token_ids) for choice in cold[3]]
+    assert len({tuple(choice) for choice in tokens}) == 3
+    for n in (1, 2):
+        assert [list(choice.token_ids) for choice in cold[n]] == tokens[:n]
+    llm = make_tiny()
+    beside = llm.generate([prompt, PROMPT, prompt, prompt], [asked[3], SAMPLED, asked[1], asked[2]])
+    assert [[list(choice.token_ids) for choice in output.outputs] for output in (beside[0], beside[2], beside[3])] == [
+        tokens,
+        tokens[:1],
+        tokens[:2],
+    ]
