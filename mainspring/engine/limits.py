@@ -132,7 +132,7 @@ def _prefill_ladder(sizes: Sequence[int] | None, most: int, device: torch.device
     """The sizes of recorded prefill steps, up to the ``most`` tokens that one can have; None where there are none."""
     chosen = DEFAULT_PREFILL_SIZES[device.type] if sizes is None else sizes
     try:
-        return Ladder(chosen).cut_to(most) if len(chosen) else None
+        return Ladder(chosen).cut_to(most) if len(chosen) or isinstance(chosen, (str, bytes)) else None
     except TypeError as error:
         raise SettingsError(f"prefill_graph_sizes is {sizes!r}; give a list of numbers of tokens") from error
     except LadderError as error:

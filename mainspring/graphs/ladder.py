@@ -14,13 +14,13 @@ __all__ = ["Ladder"]
 def _as_size(value: object, what: str) -> int:
     """`value` as a positive int; bool, float and text are refused."""
     if isinstance(value, bool):
-        raise LadderError(f"{what} {value!r} is not an integer; give batch sizes as whole numbers >= 1")
+        raise LadderError(f"{what} {value!r} is not an integer; give sizes as whole numbers >= 1")
     try:
         size = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise LadderError(f"{what} {value!r} is not an integer; give batch sizes as whole numbers >= 1") from None
+        raise LadderError(f"{what} {value!r} is not an integer; give sizes as whole numbers >= 1") from None
     if size < 1:
-        raise LadderError(f"{what} {size} < 1; give batch sizes as whole numbers >= 1")
+        raise LadderError(f"{what} {size} < 1; give sizes as whole numbers >= 1")
     return size
 
 
@@ -30,13 +30,15 @@ class Ladder:
     A batch of `n` rows runs on the smallest rung that is >= `n`, padded up to it.
 
     Args:
-        sizes: the rungs in any order; each a whole number >= 1.
+        sizes: the rungs in any order; each a whole number >= 1. Text is refused.
 
     Raises:
-        LadderError: `sizes` is empty or holds a zero, negative or non-integer size.
+        LadderError: `sizes` is empty or text, or holds a zero, negative or non-integer size.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
+        if isinstance(sizes, (str, bytes, bytearray)):
+            raise LadderError(f"the ladder is {sizes!r}, which is text; give a list of whole numbers >= 1")
         self._sizes = tuple(sorted({_as_size(size, "ladder size") for size in sizes}))
         if not self._sizes:
             raise LadderError("the ladder is empty; give at least one batch size >= 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from mainspring import LLM, SamplingParams
-from mainspring.engine.interpreter import SwitchInterval
+from mainspring.engine.interpreter import SwitchInterval, switch_interval
 
 
 @pytest.fixture
@@ -47,6 +48,38 @@ def test_blocks_of_threads_may_overlap_in_any_order(other_thread: None) -> None:
     first.__exit__(None, None, None)
     assert sys.getswitchinterval() != near(usual)
     second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == near(usual)
+
+
+def test_what_the_program_sets_meanwhile_is_kept(other_thread: None) -> None:
+    usual, intervals = sys.getswitchinterval(), SwitchInterval()
+    try:
+        with intervals.of(0.0001):
+            sys.setswitchinterval(0.002)
+            with intervals.of(0.0001):
+                assert sys.getswitchinterval() == near(0.0001)
+        assert sys.getswitchinterval() == near(0.002)
+        with intervals.of(0.0001), intervals.of(0.0003):
+            sys.setswitchinterval(0.003)
+        assert sys.getswitchinterval() == near(0.003)
+    finally:
+        sys.setswitchinterval(usual)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_forked_in_a_step_has_the_usual_interval(other_thread: None) -> None:
+    """Also where another thread holds the lock at that moment."""
+    usual = sys.getswitchinterval()
+    with switch_interval.of(0.0001):
+        switch_interval._lock.acquire()
+        child = os.fork()
+        if child == 0:
+            free = switch_interval._lock.acquire(timeout=5)
+            os._exit(0 if free and sys.getswitchinterval() == near(usual) else 1)
+        switch_interval._lock.release()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sys.getswitchinterval() == near(0.0001)
     assert sys.getswitchinterval() == near(usual)
 
 

@@ -284,7 +284,7 @@ def test_which_sizes_are_recorded(make_tiny: MakeLLM, sizes: Any, tokens: int, f
     assert tuple(recorded) == (found or ())
 
 
-@pytest.mark.parametrize("sizes", [5, [0], [-3], [1.5], ["16"], [True]])
+@pytest.mark.parametrize("sizes", [5, [0], [-3], [1.5], ["16"], [True], "16", b"16", ""])
 def test_sizes_that_are_none_are_refused(make_tiny: MakeLLM, sizes: Any) -> None:
     with pytest.raises(SettingsError, match="prefill_graph_sizes"):
         make_tiny(prefill_graph_sizes=sizes)
