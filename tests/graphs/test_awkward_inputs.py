@@ -61,6 +61,25 @@ def test_what_is_no_batch_is_refused(values: Any) -> None:
         doubling()(x=values)
 
 
+@pytest.mark.parametrize("values", [torch.zeros(2, 4).to_sparse(), torch.zeros(2, 4, device="meta")])
+def test_a_tensor_without_dense_data_is_refused(values: torch.Tensor) -> None:
+    runner = GraphRunner(
+        lambda x: x + 1, inputs={"x": Input((4,), torch.float32)}, ladder=Ladder([2]), device="cpu", progress=False
+    )
+    with pytest.raises(GraphError, match=r"'step.input.x' is .*; give a dense tensor with data"):
+        runner(x=values)
+
+
+def test_views_that_torch_negates_or_conjugates_lazily_are_served_every_time() -> None:
+    rows = torch.randn(2, 4, dtype=torch.complex64)
+    for values in (rows.conj().imag, rows.conj(), torch._neg_view(rows)):
+        runner = GraphRunner(
+            lambda x: x * 2, inputs={"x": Input((4,), values.dtype)}, ladder=Ladder([2]), device="cpu", progress=False
+        )
+        for _ in range(2):
+            assert torch.equal(runner(x=values), values * 2)
+
+
 @pytest.mark.parametrize(
     ("dtype", "values"), [(torch.int32, [1 << 40]), (torch.uint8, [-1]), (torch.int64, [1 << 70]), (torch.int8, [128])]
 )
