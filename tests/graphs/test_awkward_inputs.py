@@ -106,3 +106,20 @@ def test_errors_cross_to_another_process() -> None:
     error = pickle.loads(pickle.dumps(StaleAddressError("w", "there", "here")))
     assert (error.buffer, error.recorded, error.current) == ("w", "there", "here")
     assert "accept" in str(error)
+
+
+def test_what_the_warm_up_changes_is_not_what_is_recorded() -> None:
+    state = torch.tensor([10, 20, 30, 0])  # the last row is for padding
+
+    def step(row: torch.Tensor) -> torch.Tensor:
+        found = state[row] + 1
+        state[row] = found
+        return found
+
+    rows = {"row": Input((), torch.int64, pad=3)}
+    runner = GraphRunner(step, inputs=rows, ladder=Ladder([1, 2]), device="cpu", progress=False)
+    runner.capture()
+    assert state[:3].tolist() == [10, 20, 30]
+    assert [runner(row=[0]).tolist() for _ in range(3)] == [[11], [12], [13]]
+    assert runner(row=[0, 2]).tolist() == [14, 31]
+    assert state[:3].tolist() == [14, 20, 31]
