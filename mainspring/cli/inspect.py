@@ -184,7 +184,8 @@ def _show_diff(
     else:
         sizes = sorted(each.size for each in first.rungs)
         if len(files) == 1 and len(rungs) < 2 and len(sizes) < 2:
-            raise ValueError("there is one rung, so nothing to compare it with; give two files")
+            count = "is one rung, so nothing to compare it with" if sizes else "are no rungs"
+            raise ValueError(f"there {count}; give two files")
         a = rungs[0] if rungs else sizes[0]
         b = rungs[1] if len(rungs) > 1 else a if len(files) == 2 else sizes[-1]
         diffs = [compare_rungs(first.rung(a), last.rung(b))]

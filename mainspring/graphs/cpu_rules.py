@@ -128,7 +128,9 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if left.is_complex():
-        left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
+        left, right = (torch.view_as_real(each.resolve_conj().resolve_neg()) for each in (left, right))
+    elif left.is_neg() or right.is_neg():
+        left, right = left.resolve_neg(), right.resolve_neg()
     integer = _INTEGERS[left.element_size()]
     return torch.equal(left.view(integer), right.view(integer))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mainspring.graphs.errors import GraphError
+from mainspring.graphs.plain_data import make
 from mainspring.graphs.spans import Span
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ __all__ = [
 
 SCHEMA = 1
 """Version of the JSON form; goes up when a key changes its meaning or goes away."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +169,18 @@ class RungRecording:
     def from_dict(cls, data: Mapping[str, Any]) -> RungRecording:
         """From `as_dict`; keys that this version does not know are passed over."""
         operations = tuple(
-            _make(
+            make(
                 RecordedOperation,
                 {
                     **entry,
-                    "dependencies": tuple(_make(Dependency, edge) for edge in entry.get("dependencies", ())),
-                    "uses": tuple(_make(Use, use) for use in entry.get("uses", ())),
+                    "dependencies": tuple(make(Dependency, edge) for edge in entry.get("dependencies", ())),
+                    "uses": tuple(make(Use, use) for use in entry.get("uses", ())),
                 },
             )
             for entry in data["operations"]
         )
-        addresses = tuple(_make(AddressEntry, {"kind": "unknown", **entry}) for entry in data["addresses"])
-        return _make(cls, {**data, "operations": operations, "addresses": addresses})
+        addresses = tuple(make(AddressEntry, {"kind": "unknown", **entry}) for entry in data["addresses"])
+        return make(cls, {**data, "operations": operations, "addresses": addresses})
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,17 +254,15 @@ class Recording:
         Raises:
             GraphError: `data` is of a newer schema, or is no recording.
         """
-        schema = data.get("schema", SCHEMA) if isinstance(data, Mapping) else None
-        if not isinstance(schema, int) or schema > SCHEMA:
+        if not isinstance(data, Mapping):
+            raise GraphError(f'this is no recording: it is a {type(data).__name__}, not an object with "rungs"')
+        schema = data.get("schema", SCHEMA)
+        if type(schema) is not int or not 1 <= schema <= SCHEMA:
             raise GraphError(f"schema {schema!r} is not known here; this version reads recordings up to {SCHEMA}")
         try:
-            return cls(
-                rungs=tuple(RungRecording.from_dict(rung) for rung in data["rungs"]),
-                device=data.get("device", "cpu"),
-                memory=tuple(_make(Span, span) for span in data.get("memory", ())),
-                totals=dict(data.get("totals", {})),
-                name=data.get("name", ""),
-            )
+            rungs = tuple(RungRecording.from_dict(rung) for rung in data["rungs"])
+            memory = tuple(make(Span, span) for span in data.get("memory", ()))
+            return make(cls, {**data, "rungs": rungs, "memory": memory})
         except (KeyError, TypeError, AttributeError) as error:
             raise GraphError(f"this is no recording: {type(error).__name__}: {error}") from error
 
@@ -282,7 +279,7 @@ class Recording:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GraphError(f"this is no recording: it is not JSON ({error})") from error
         return cls.from_dict(data)
 
@@ -358,16 +355,6 @@ def address_entries(
             entry = shared[same] = AddressEntry(address, owner, kind, offset, used, is_typed, nbytes)
         book.append(entry)
     return tuple(book)
-
-
-def _make(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A dataclass from what it knows of `data`, lists become tuples."""
-    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{key: _tuples(value) for key, value in data.items() if key in known})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

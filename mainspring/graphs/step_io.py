@@ -104,6 +104,9 @@ class InputBuffer:
             GraphError: rows have another shape, or a tensor's dtype cannot become the input's.
         """
         if isinstance(values, Tensor):
+            if values.layout is not torch.strided or values.is_meta:
+                kind = "a meta tensor" if values.is_meta else f"of layout {values.layout}"
+                raise GraphError(f"input {self.name!r} is {kind}; give a dense tensor with data")
             if values.dim() == 0 or tuple(values.shape[1:]) != self.spec.shape:
                 raise GraphError(
                     f"input {self.name!r} has shape {list(values.shape)}; expected [rows, {list(self.spec.shape)}]"
@@ -261,7 +264,10 @@ class OutputBuffers:
             raise CaptureError(f"a step must return a tensor, tuple, dict or None, not {type(result).__name__}")
         wrong = [key for key, value in items.items() if not isinstance(value, Tensor)]
         if wrong:
-            raise CaptureError(f"output {wrong[0]!r} is {type(items[wrong[0]]).__name__}, not a tensor")
+            raise CaptureError(
+                f"output {wrong[0]!r} is {type(items[wrong[0]]).__name__}, not a tensor; return a tensor, or a tuple "
+                f"or dict of tensors without further nesting"
+            )
         return kind, tuple(items), list(items.values())
 
     def _labels(self, kind: type, keys: tuple[Any, ...]) -> list[str]:

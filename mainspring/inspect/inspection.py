@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mainspring.graphs import AuditReport, Finding, GraphError, Recording
+from mainspring.graphs.plain_data import make
 from mainspring.inspect.timeline import Timeline
 
 __all__ = ["Estimates", "Inspection"]
@@ -94,14 +95,13 @@ class Inspection:
             return cls(recording, notes=("This file holds a recording alone: no audit and no timeline.",))
         try:
             estimates = found.get("estimates")
-            return cls(
-                recording,
-                about=dict(found.get("about", {})),
-                audits={name: _audit(report) for name, report in found.get("audits", {}).items()},
-                estimates=None if estimates is None else Estimates(**_known(Estimates, estimates)),
-                timelines=tuple(Timeline.from_dict(timeline) for timeline in found.get("timelines", ())),
-                notes=tuple(found.get("notes", ())),
-            )
+            parts = {
+                "recording": recording,
+                "audits": {name: _audit(report) for name, report in found.get("audits", {}).items()},
+                "estimates": None if estimates is None else make(Estimates, estimates),
+                "timelines": tuple(Timeline.from_dict(timeline) for timeline in found.get("timelines", ())),
+            }
+            return make(cls, {**found, **parts})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise GraphError(f"this is no inspection: {type(error).__name__}: {error}") from error
 
@@ -118,7 +118,7 @@ class Inspection:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GraphError(f"this is no recording: it is not JSON ({error})") from error
         return cls.from_dict(data)
 
@@ -141,11 +141,6 @@ class Inspection:
             raise GraphError(f"{path}: {error}") from error
 
 
-def _known(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {each.name for each in fields(kind)}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key in names}
-
-
 def _audit(data: Mapping[str, Any]) -> AuditReport:
-    findings = tuple(Finding(**_known(Finding, finding)) for finding in data.get("findings", ()))
-    return AuditReport(**{**_known(AuditReport, data), "findings": findings})
+    findings = tuple(make(Finding, finding) for finding in data.get("findings", ()))
+    return make(AuditReport, {**data, "findings": findings})

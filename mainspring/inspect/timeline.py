@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from mainspring.graphs.plain_data import make
 
 __all__ = ["Event", "Gap", "Lane", "Timeline", "category"]
 
@@ -161,21 +163,17 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """From `as_dict`."""
-        lanes = tuple(
-            Lane(lane["name"], lane["device"], tuple(Event(*event) for event in lane["events"]))
-            for lane in data["lanes"]
-        )
-        return cls(
-            mode=data["mode"],
-            rows=data["rows"],
-            rung=data["rung"],
-            steps=data["steps"],
-            clock=data["clock"],
-            lanes=lanes,
-            note=data.get("note", ""),
-            whole_steps=data.get("whole_steps", False),
-        )
+        """From `as_dict`.
+
+        Raises:
+            KeyError, TypeError: `data` is something else.
+        """
+        names = [each.name for each in fields(Event)]
+        lanes = []
+        for lane in data["lanes"]:
+            events = tuple(make(Event, dict(zip(names, event, strict=False))) for event in lane["events"])
+            lanes.append(make(Lane, {**lane, "events": events}))
+        return make(cls, {**data, "lanes": tuple(lanes)})
 
 
 def category(name: str) -> str:

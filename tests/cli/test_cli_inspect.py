@@ -119,6 +119,11 @@ def test_two_rungs_or_two_files_are_compared(file: Path, tmp_path: Path) -> None
         (["smollm2", "--steps", "0", "--trace", "t"], "leave out --steps 0"),
         (["tiny", "--model", "qwen3-0.6b"], "two models, 'tiny' and --model 'qwen3-0.6b'; give one"),
         (["missing.json"], "missing.json"),
+        (["{a}", "missing.json", "--diff"], "missing.json"),
+        (["{a}", "{text}", "--diff"], "is not JSON"),
+        (["{a}", "{later}", "--diff"], "schema 2 is not known here"),
+        (["{words}"], "RungRecording.size is 'x'"),
+        (["{none}", "--diff"], "there are no rungs"),
         (["{one}", "--diff"], "nothing to compare it with"),
         (["{bare}", "--trace", "t"], "there is no timeline to make a trace of"),
     ],
@@ -127,7 +132,13 @@ def test_what_cannot_be_done_is_an_error_of_one_line(file: Path, tmp_path: Path,
     made = recordings.inspection(sizes=(2,))
     made.save(tmp_path / "one.json")
     dataclasses.replace(made, timelines=()).save(tmp_path / "bare.json")
-    paths = {"{a}": file, "{one}": tmp_path / "one.json", "{bare}": tmp_path / "bare.json"}
+    rung = {"size": "x", "operations": [], "addresses": [], "pool_bytes": 0, "capture_seconds": 0}
+    wrong = {"text": "{", "later": '{"schema": 2, "rungs": []}', "none": '{"rungs": []}'}
+    wrong["words"] = json.dumps({"rungs": [rung]})
+    for name, text in wrong.items():
+        (tmp_path / f"{name}.json").write_text(text, encoding="utf-8")
+    paths = {f"{{{name}}}": tmp_path / f"{name}.json" for name in wrong}
+    paths |= {"{a}": file, "{one}": tmp_path / "one.json", "{bare}": tmp_path / "bare.json"}
     done = run(*(paths.get(word, word) for word in words))
     assert done.exit_code in (1, 2)
     assert told in done.stderr and done.stderr.count("\n") == 1, done.stderr

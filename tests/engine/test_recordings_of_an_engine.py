@@ -140,11 +140,12 @@ def test_released_graphs_are_recorded_again_and_counted(make_tiny: MakeLLM) -> N
     assert llm.stats().recaptures == {"release_graphs() was called": 1}
 
 
+@pytest.mark.parametrize("seats", [1, 4, 21])
 def test_the_bytes_of_recordings_are_accounted_for_and_compared_with_the_estimate(
-    make_tiny: MakeLLM, caplog: pytest.LogCaptureFixture
+    make_tiny: MakeLLM, caplog: pytest.LogCaptureFixture, seats: int
 ) -> None:
     with caplog.at_level(logging.INFO, "mainspring"):
-        llm = make_tiny(max_num_seqs=4)
+        llm = make_tiny(max_num_seqs=seats)
     found = llm.core.recorded
     assert found is not None
     assert found.taken == llm.core.runner.pool.nbytes == found.expected

@@ -61,6 +61,25 @@ def test_what_is_no_batch_is_refused(values: Any) -> None:
         doubling()(x=values)
 
 
+@pytest.mark.parametrize("values", [torch.zeros(2, 4).to_sparse(), torch.zeros(2, 4, device="meta")])
+def test_a_tensor_without_dense_data_is_refused(values: torch.Tensor) -> None:
+    runner = GraphRunner(
+        lambda x: x + 1, inputs={"x": Input((4,), torch.float32)}, ladder=Ladder([2]), device="cpu", progress=False
+    )
+    with pytest.raises(GraphError, match=r"'step.input.x' is .*; give a dense tensor with data"):
+        runner(x=values)
+
+
+def test_views_that_torch_negates_or_conjugates_lazily_are_served_every_time() -> None:
+    rows = torch.randn(2, 4, dtype=torch.complex64)
+    for values in (rows.conj().imag, rows.conj(), torch._neg_view(rows)):
+        runner = GraphRunner(
+            lambda x: x * 2, inputs={"x": Input((4,), values.dtype)}, ladder=Ladder([2]), device="cpu", progress=False
+        )
+        for _ in range(2):
+            assert torch.equal(runner(x=values), values * 2)
+
+
 @pytest.mark.parametrize(
     ("dtype", "values"), [(torch.int32, [1 << 40]), (torch.uint8, [-1]), (torch.int64, [1 << 70]), (torch.int8, [128])]
 )
@@ -87,3 +106,20 @@ def test_errors_cross_to_another_process() -> None:
     error = pickle.loads(pickle.dumps(StaleAddressError("w", "there", "here")))
     assert (error.buffer, error.recorded, error.current) == ("w", "there", "here")
     assert "accept" in str(error)
+
+
+def test_what_the_warm_up_changes_is_not_what_is_recorded() -> None:
+    state = torch.tensor([10, 20, 30, 0])  # the last row is for padding
+
+    def step(row: torch.Tensor) -> torch.Tensor:
+        found = state[row] + 1
+        state[row] = found
+        return found
+
+    rows = {"row": Input((), torch.int64, pad=3)}
+    runner = GraphRunner(step, inputs=rows, ladder=Ladder([1, 2]), device="cpu", progress=False)
+    runner.capture()
+    assert state[:3].tolist() == [10, 20, 30]
+    assert [runner(row=[0]).tolist() for _ in range(3)] == [[11], [12], [13]]
+    assert runner(row=[0, 2]).tolist() == [14, 31]
+    assert state[:3].tolist() == [14, 20, 31]

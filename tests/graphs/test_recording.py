@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,11 +135,41 @@ def test_the_short_form_of_a_rung_is_read_and_unknown_keys_are_passed_over() -> 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not JSON"), ("[]", "schema"), ('{"schema": 99, "rungs": []}', "99"), ('{"rungs": [{}]}', "no recording")],
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "it is a list"),
+        ('{"schema": 99, "rungs": []}', "99"),
+        ('{"schema": true, "rungs": []}', "True"),
+        ('{"schema": 0, "rungs": []}', "schema 0"),
+        ('{"rungs": [{}]}', "no recording"),
+        ('{"rungs": {"a": 1}}', "no recording"),
+        ('{"rungs": [], "name": null}', "Recording.name is None"),
+    ],
 )
 def test_what_is_no_recording_is_refused(text: str, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         Recording.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"size": "x"}, "RungRecording.size is 'x'"),
+        ({"size": True}, "RungRecording.size is True"),
+        ({"pool_bytes": None}, "RungRecording.pool_bytes is None"),
+        ({"capture_seconds": []}, "RungRecording.capture_seconds"),
+        ({"operations": [{"index": 0, "kind": "kernel", "name": "k", "grid": [1, 1]}]}, "RecordedOperation.grid"),
+        ({"operations": [{"index": 0, "kind": "kernel", "name": "k", "uses": [3]}]}, "3 stands where a Use must"),
+        ({"addresses": [{"address": 1, "owner": None, "offset": 0, "operations": []}]}, "AddressEntry.owner is None"),
+        ({"addresses": [{"address": 1, "owner": "w", "offset": 0, "operations": ["a"]}]}, "AddressEntry.operations"),
+    ],
+)
+def test_a_field_that_holds_something_else_is_named(changed: dict[str, Any], told: str) -> None:
+    rung = {"size": 2, "operations": [], "addresses": [], "pool_bytes": 1, "capture_seconds": 1}
+    assert Recording.from_dict({"rungs": [rung]}).rung(2).capture_seconds == 1
+    with pytest.raises(GraphError, match=told):
+        Recording.from_dict({"rungs": [{**rung, **changed}]})
 
 
 def test_a_rung_that_was_not_recorded_is_named() -> None:

@@ -42,6 +42,23 @@ def test_a_file_that_is_something_else_is_named(tmp_path: Path, text: str) -> No
         Inspection.load(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("about", {"model": 3}, "Inspection.about"),
+        ("notes", "text", "Inspection.notes"),
+        ("estimates", {"expected": "x"}, "Estimates.expected"),
+        ("audits", {"decode": {"rungs": None}}, "AuditReport.rungs is None"),
+        ("timelines", [{"mode": "eager", "lanes": [{"events": [["k", "0", 1]]}]}], "Event.start is '0'"),
+    ],
+)
+def test_a_part_that_holds_something_else_is_named(key: str, value: Any, told: str) -> None:
+    data = recordings.inspection(sizes=(1,), layers=1).as_dict()
+    data["inspection"][key] = value
+    with pytest.raises(GraphError, match=told):
+        Inspection.from_json(json.dumps(data))
+
+
 @given(st.sets(st.integers(1, 70), min_size=1, max_size=8))
 def test_padding_is_what_the_ladder_pads(sizes: set[int]) -> None:
     ladder, waste = Ladder(sorted(sizes)), padding_waste(sorted(sizes))
