@@ -153,7 +153,12 @@ class DecodeAttention:
         rows = torch.arange(len(seen), device="cpu") if pieces.rows is None else pieces.rows
         places = rows * pieces.most + pieces.order
         whole = sums.new_full((self._shape[0] * pieces.most, *sums.shape[1:]), -torch.inf).index_copy_(0, places, sums)
-        weights = whole.view(-1, pieces.most, *sums.shape[1:]).softmax(1).flatten(0, 1).index_select(0, places)
+        # Not torch.softmax, whose bits depend on how many rows and pieces there are: a maximum is exact in any order,
+        # and index_add_ adds the pieces of a row one after the other.
+        highest = whole.view(-1, pieces.most, *sums.shape[1:]).amax(1)
+        parts = torch.exp(sums - highest.index_select(0, rows))
+        total = parts.new_zeros((self._shape[0], *parts.shape[1:])).index_add_(0, rows, parts)
+        weights = parts / total.index_select(0, rows)
         return seen.new_zeros(self._shape).index_add_(0, rows, seen.mul_(weights))
 
 
