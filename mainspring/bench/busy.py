@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mainspring.bench.latency import Setting, drive, engine_options, free_memory
+from mainspring.bench.latency import Setting, drive, engine_options
 
 if TYPE_CHECKING:
     from mainspring import LLM, SamplingParams
@@ -85,25 +85,20 @@ def measure_busy(setting: Setting, modes: Sequence[str]) -> list[BusyRecord]:
     batch, spinners = workload.batches[0], os.cpu_count() or 1
     prompts = workload.prompts(batch, setting.config.vocab_size)
     times: dict[str, dict[str, list[float]]] = {}
-    try:
-        with ExitStack() as stack:
-            engines: dict[str, LLM] = {}
-            for mode in modes:
-                engines[mode] = stack.enter_context(mainspring.LLM(setting.model.path, **engine_options(setting, mode)))
-                if engines[mode].stats().launch_mode != mode:
-                    raise ValueError(f"launch mode {mode} cannot be had here (the log says why); leave it out")
-                _answer(
-                    engines[mode], prompts, _params(workload.output_len)
-                )  # nothing is made for the first time below
-            for name in ("quiet", "busy"):
-                with busy_cpu(spinners) if name == "busy" else ExitStack():
-                    for mode in [*modes] * workload.repeats:
-                        kept = times.setdefault(mode, {})
-                        for what, count in (("", workload.output_len), ("first_", 1)):
-                            seconds = _answer(engines[mode], prompts, _params(count))
-                            kept.setdefault(what + name, []).append(1e3 * seconds)
-    finally:
-        free_memory()
+    with ExitStack() as stack:
+        engines: dict[str, LLM] = {}
+        for mode in modes:
+            engines[mode] = stack.enter_context(mainspring.LLM(setting.model.path, **engine_options(setting, mode)))
+            if engines[mode].stats().launch_mode != mode:
+                raise ValueError(f"launch mode {mode} cannot be had here (the log says why); leave it out")
+            _answer(engines[mode], prompts, _params(workload.output_len))  # nothing is made for the first time below
+        for name in ("quiet", "busy"):
+            with busy_cpu(spinners) if name == "busy" else ExitStack():
+                for mode in [*modes] * workload.repeats:
+                    kept = times.setdefault(mode, {})
+                    for what, count in (("", workload.output_len), ("first_", 1)):
+                        seconds = _answer(engines[mode], prompts, _params(count))
+                        kept.setdefault(what + name, []).append(1e3 * seconds)
     return [
         BusyRecord(
             model=setting.model.title,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,12 +121,9 @@ def measure_engine(setting: Setting, launch_mode: str, at_rest: LookAtStep | Non
     check_modes(launch_mode)
     import mainspring
 
-    try:
-        with mainspring.LLM(setting.model.path, **engine_options(setting, launch_mode)) as llm:
-            for batch in setting.workload.batches:
-                yield _measure_batch(llm, setting, launch_mode, batch, at_rest)
-    finally:
-        free_memory()
+    with mainspring.LLM(setting.model.path, **engine_options(setting, launch_mode)) as llm:
+        for batch in setting.workload.batches:
+            yield _measure_batch(llm, setting, launch_mode, batch, at_rest)
 
 
 def check_modes(text: str) -> list[str]:
@@ -175,15 +171,6 @@ def drive(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingPa
                 arrivals.append((time.perf_counter(), len(touched)))
                 open_answers -= sum(answer.finished for answer in touched)
     return Timeline(started, arrivals)
-
-
-def free_memory() -> None:
-    """Give what a closed engine held back to the device."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _measure_batch(

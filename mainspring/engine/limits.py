@@ -42,7 +42,7 @@ class EngineLimits:
     @property
     def prefill_sequences(self) -> int:
         """Most prompts that a recorded prefill step holds chunks of."""
-        return min(PREFILL_SEQUENCES, self.max_num_seqs)
+        return most_prefill_sequences(self.max_num_seqs)
 
     @property
     def max_blocks(self) -> int:
@@ -112,7 +112,7 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
         raise SettingsError(f"cudagraph_capture_sizes is {sizes!r}; give a list of batch sizes") from error
     except LadderError as error:
         raise SettingsError(f"cudagraph_capture_sizes: {error}") from error
-    most = min(max_num_batched_tokens, min(PREFILL_SEQUENCES, max_num_seqs) * max_model_len)
+    most = min(max_num_batched_tokens, most_prefill_sequences(max_num_seqs) * max_model_len)
     return EngineLimits(
         device=device,
         dtype=resolve_dtype(settings.dtype, config, device),
@@ -126,6 +126,11 @@ def derive_limits(settings: EngineSettings, config: ModelConfig, device: torch.d
         else min(settings.max_logprobs, config.vocab_size),
         prefill_ladder=_prefill_ladder(settings.prefill_graph_sizes, most, device),
     )
+
+
+def most_prefill_sequences(max_num_seqs: int) -> int:
+    """Most prompts that a recorded prefill step holds chunks of, where a batch has at most ``max_num_seqs`` rows."""
+    return min(PREFILL_SEQUENCES, max_num_seqs)
 
 
 def _prefill_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -> Ladder | None:
