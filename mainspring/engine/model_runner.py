@@ -103,6 +103,7 @@ class ModelRunner:
                 progress=progress,
                 verify=verify_graphs,
                 trial=DecodeTrial(self),
+                warm_up="first",
             )
             for name, sampler in self.samplers.items()
         }

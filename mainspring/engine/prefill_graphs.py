@@ -56,6 +56,7 @@ class PrefillGraphs:
                 progress=progress,
                 verify=verify_graphs,
                 trial=PrefillTrial(runner),
+                warm_up="first",
             )
 
     def record(self, sizes: list[int] | None = None) -> None:

@@ -32,6 +32,7 @@ class CpuGraph:
         holds: loops that repeat this graph.
         seconds: wall time of the capture.
         pool_bytes_added: bytes by which the arena grew.
+        runs: of the callable before the recorded one.
         executable_bytes: always 0; see `CudaGraph`.
         outside: memory that the operations use and that is not the recording's own.
         escaped: what the run made and did not return, but somebody held when it had ended: replays do not reach it.
@@ -45,6 +46,7 @@ class CpuGraph:
         self.holds = GraphHolds()
         self.seconds = 0.0
         self.pool_bytes_added = 0
+        self.runs = 0
         self.outside: tuple[OutsideTensor, ...] = ()
         self._program: Program | None = program
         self._calls: tuple[Callable[[], object], ...] = ()
@@ -100,6 +102,7 @@ class CpuGraph:
             graph = cls(program, pool)
             graph.escaped = tuple(program.escaped)
         graph.outside = tuple(outside_of(program))
+        graph.runs = warmup
         graph.seconds = time.perf_counter() - started
         return graph
 

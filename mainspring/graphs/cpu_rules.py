@@ -95,11 +95,19 @@ def refuse(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str,
 def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that the schema declares as written."""
     written: list[Tensor] = []
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            written.extend(tensors_in(value))
+    for at, name in _written_arguments(func):
+        written.extend(tensors_in(args[at] if at < len(args) else kwargs.get(name)))
     return written
+
+
+@cache
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that the schema declares as written."""
+    return tuple(
+        (at, argument.name)
+        for at, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 @cache

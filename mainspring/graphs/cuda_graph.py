@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mainspring.graphs.capture import (
-    GraphHolds,
-    capture_error,
-    held_collector,
-    recording_of,
-    refuse_forked,
-    watched_streams,
-)
+from mainspring.graphs.capture import GraphHolds, held_collector, recording_of, refuse_forked
+from mainspring.graphs.cuda_capture import Discarded, capture_run
 from mainspring.graphs.cuda_nodes import cuda_driver
-from mainspring.graphs.errors import CaptureError, GraphError
-from mainspring.graphs.outside import OutsideObserver, OutsideTensor
+from mainspring.graphs.errors import GraphError
+from mainspring.graphs.outside import OutsideTensor
 from mainspring.graphs.pool import GraphPool
 from mainspring.graphs.report import Address, Operation, address_book
 
 __all__ = ["CudaGraph"]
-
-
-_BROKEN: list[torch.cuda.CUDAGraph] = []
-"""Captures that CUDA invalidated: the host allocator keeps pointing at them, so they are never freed."""
 
 
 class CudaGraph:
@@ -41,7 +29,9 @@ class CudaGraph:
         seconds: wall time of warm-up, capture and instantiation.
         pool_bytes_added: bytes by which the allocator's reserve grew during the capture.
         executable_bytes: device memory that instantiating the graph took.
-        outside: memory that the warm-up run took from outside, by references that do not hold it.
+        outside: memory that the run took from outside, by references that do not hold it.
+        runs: of the callable before the captured one.
+        discarded: the capture that was thrown away for this one, if any.
         escaped: always empty; see `CpuGraph`.
         bodies: graphs inside of conditional nodes by node handle, for versions of CUDA that do not tell them.
     """
@@ -57,6 +47,8 @@ class CudaGraph:
         self.pool_bytes_added = 0
         self.executable_bytes = 0
         self.outside: tuple[OutsideTensor, ...] = ()
+        self.runs = 0
+        self.discarded: Discarded | None = None
         self.bodies: dict[int, list[int]] = {}
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
@@ -72,12 +64,13 @@ class CudaGraph:
         name: str = "graph",
         watch: Sequence[Tensor] = (),
     ) -> CudaGraph:
-        """Run `fn` `warmup` times on the pool's side stream, then capture one more run.
+        """Run `fn` `warmup` times on the pool's side stream, then capture one more run; see `capture_run`.
 
         Args:
             fn: takes nothing; returns tensors in tuples, lists and dicts, or None.
             pool: whose memory to use; by default a new one on the current device.
-            warmup: runs before the capture (>= 1), in which libraries load kernels and make workspaces.
+            warmup: runs before the capture, in which libraries load kernels and make workspaces. 0 is for an `fn` whose
+                like was recorded with this pool before: a run comes first only where the capture shows that it must.
             name: for error messages.
             watch: not needed here; `CpuGraph` follows the contents of these tensors.
 
@@ -95,20 +88,17 @@ class CudaGraph:
             pool.stream.wait_stream(outer)
             try:
                 with torch.cuda.stream(pool.stream), recording_of(name):
-                    outside = _warm_up(fn, max(1, warmup), name)
-                    torch.cuda.synchronize()
-                    before = torch.cuda.memory_reserved()
-                    graph, handle, outputs = _record(fn, pool, name)
+                    captured = capture_run(fn, pool, name, warmup)
             finally:
                 outer.wait_stream(pool.stream)
-            added = torch.cuda.memory_reserved() - before
             free = torch.cuda.mem_get_info()[0]
-            graph.instantiate()
+            captured.graph.instantiate()
             executable = max(free - torch.cuda.mem_get_info()[0], 0)
-        recorded = cls(graph, pool, handle, outputs)
+        recorded = cls(captured.graph, pool, captured.handle, captured.outputs)
         recorded.executable_bytes = executable
-        recorded.outside = tuple(tensor for tensor in outside if tensor.change() is None)
-        recorded.pool_bytes_added = added
+        recorded.outside = captured.outside
+        recorded.pool_bytes_added = captured.pool_bytes_added
+        recorded.runs, recorded.discarded = captured.runs, captured.discarded
         recorded.seconds = time.perf_counter() - started
         return recorded
 
@@ -149,7 +139,7 @@ class CudaGraph:
     def num_operations(self) -> int:
         """Number of nodes; 0 where `cuda.bindings` is not installed."""
         driver = None if self._graph is None else cuda_driver()
-        return 0 if driver is None else len(driver.nodes(self.raw))
+        return 0 if driver is None else driver.count(self.raw)
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -182,77 +172,3 @@ class CudaGraph:
             self._graph.reset()
             self._graph, self._outputs, self._operations, self.outside = None, None, (), ()
             self.pool.remove_graph(self._handle)
-
-
-def _warm_up(fn: Callable[[], Any], runs: int, name: str) -> list[OutsideTensor]:
-    """Run `fn` outside of a capture, see that it leaves the random generators alone, and tell what it uses."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    offset, cpu_state = generator.get_offset(), torch.random.get_rng_state()
-    try:
-        for _ in range(runs - 1):
-            fn()
-        with OutsideObserver() as observer:
-            fn()
-    except Exception as error:
-        raise capture_error(name, error) from error
-    if generator.get_offset() != offset or not torch.equal(cpu_state, torch.random.get_rng_state()):
-        raise CaptureError(
-            f"recording {name!r} failed: it draws from the random generator, whose state would not be "
-            f"part of the recording. Compute random numbers from a seed and a counter that are tensors"
-        )
-    found: list[OutsideTensor] = observer.found()
-    return found
-
-
-@contextmanager
-def _synchronizing_calls_raise() -> Iterator[None]:
-    """Let torch raise where a call would synchronize, before CUDA sees it and invalidates the capture."""
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls the mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-def _record(fn: Callable[[], Any], pool: GraphPool, name: str) -> tuple[torch.cuda.CUDAGraph, tuple[int, int], Any]:
-    """Capture one run of `fn` on the current stream."""
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    handle = pool.handle
-    graph.capture_begin(
-        pool=handle,  # type: ignore[arg-type]
-        capture_error_mode="thread_local",
-    )
-    streams: dict[int, str] = {}
-    try:
-        with _synchronizing_calls_raise(), watched_streams(pool.stream) as streams:
-            outputs = fn()
-    except BaseException as error:
-        _end_broken(graph, pool, handle)
-        if isinstance(error, Exception):
-            raise capture_error(name, error) from error
-        raise
-    try:
-        graph.capture_end()
-    except RuntimeError as error:
-        _end_broken(graph, pool, handle)
-        raise capture_error(name, error, ", and ".join(streams.values()) or None) from error
-    return graph, handle, outputs
-
-
-def _end_broken(graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: tuple[int, int]) -> None:
-    """End a capture that failed, so that the stream and the allocator are free for the next one."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it may well be empty
-            graph.capture_end()
-    except RuntimeError:
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), handle)
-        pool.abandon_handle()
-        _BROKEN.append(graph)
-    with suppress(RuntimeError):
-        graph.reset()
-    pool.retire_if_empty(handle)

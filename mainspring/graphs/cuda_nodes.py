@@ -63,6 +63,10 @@ class GraphDriver(Protocol):
         """The nodes of a graph."""
         ...
 
+    def count(self, graph: int) -> int:
+        """How many nodes a graph has."""
+        ...
+
     def kind(self, node: int) -> str:
         """Such as "kernel", "memcpy", "memset", "graph", "conditional"."""
         ...
@@ -137,6 +141,10 @@ class CudaDriver:
             self._handles[number] = node
             found.append(number)
         return found
+
+    def count(self, graph: int) -> int:
+        """How many nodes a graph has."""
+        return int(self._call("cuGraphGetNodes", self._driver.CUgraph(init_value=graph))[1])
 
     def kind(self, node: int) -> str:
         """Kind of a node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,15 +99,25 @@ def _weakly(storage: torch.UntypedStorage) -> Any:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
+@cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 class OutsideObserver(DispatchMode):  # type: ignore[no-untyped-call]
     """Notes the storages that a run takes from outside, by references that do not hold them.
 
     What is handed to a kernel behind the dispatcher, within a custom operation, is not seen.
+
+    Attributes:
+        seen: what it noted, by the storage's identity.
+        draws: the first operation that may draw from a random generator, or "".
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[int, OutsideTensor] = {}
+        self.draws = ""
         self._made: dict[int, Any] = {}
 
     def __torch_dispatch__(
@@ -114,6 +125,8 @@ class OutsideObserver(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Note the arguments that are from outside, run the operation, and note what it made."""
         kwargs = kwargs or {}
+        if not self.draws and _may_draw(func):
+            self.draws = str(func)
         for tensor in tensors_in((args, kwargs)):
             if is_opaque(tensor) or tensor.device.type == "meta":
                 continue

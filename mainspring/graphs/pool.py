@@ -74,6 +74,7 @@ class GraphPool:
     Attributes:
         device: of the graphs.
         arena: on the CPU, the shared block.
+        abandoned: torch's names of memory that a broken capture made unusable for later ones.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -81,6 +82,7 @@ class GraphPool:
         self.arena = CpuArena()
         self._handle: tuple[int, int] | None = None
         self._handles: list[tuple[int, int]] = []
+        self.abandoned: set[tuple[int, int]] = set()
         self._graphs: Counter[tuple[int, int]] = Counter()
         self._stream: torch.cuda.Stream | None = None
         self._loops = 0
@@ -153,7 +155,22 @@ class GraphPool:
 
     def abandon_handle(self) -> None:
         """After a broken capture: later captures use a new pool; graphs recorded before keep theirs."""
+        if self._handle is not None:
+            self.abandoned.add(self._handle)
         self._handle = None
+
+    @staticmethod
+    def held(handle: tuple[int, int]) -> set[int]:
+        """Addresses of the blocks under `handle` that tensors, or libraries through torch, hold now."""
+        segments = torch.cuda.memory_snapshot(handle)  # type: ignore[no-untyped-call]
+        found = set()
+        for segment in segments:
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    found.add(address)
+                address += block["size"]
+        return found
 
     @property
     def nbytes(self) -> int:

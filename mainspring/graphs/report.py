@@ -116,6 +116,7 @@ class CaptureReport:
         pool_bytes_added: bytes by which the shared pool grew.
         nbytes: bytes of intermediates that this graph by itself needs (CPU), or `pool_bytes_added` (CUDA).
         executable_bytes: device memory that instantiating the graph took; 0 on a CPU.
+        runs: of the callable before the recorded one.
     """
 
     size: int
@@ -124,6 +125,7 @@ class CaptureReport:
     pool_bytes_added: int
     nbytes: int
     executable_bytes: int = 0
+    runs: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -58,6 +58,9 @@ class GraphRunner:
         enforce_eager: run `fn` itself, every time, on the same padded buffers.
         name: for buffer names and messages.
         progress: whether `capture` shows a progress bar (on a terminal).
+        warm_up: on a GPU, which rungs `fn` runs on before they are captured: "each", or "first", the first one recorded
+            and those whose capture shows that they need it (see `CudaGraph.capture`). "first" is for an `fn` that does
+            the same whether or not it has seen a rung before, but for compiling kernels and making what it keeps.
         verify: whether each rung is compared with `fn`, bit for bit, as soon as it is recorded; by default only where
             the environment says MAINSPRING_VERIFY=1.
         trial: how to try the step out, where random inputs (`Input.sample`) are not enough to make it do something.
@@ -85,7 +88,10 @@ class GraphRunner:
         progress: bool = True,
         verify: bool | None = None,
         trial: Trial | None = None,
+        warm_up: str = "each",
     ) -> None:
+        if warm_up not in ("each", "first"):
+            raise GraphError(f"runner {name!r} has warm_up {warm_up!r}; give 'each' or 'first'")
         if not inputs:
             raise GraphError(f"runner {name!r} has no inputs; it needs at least one to know the number of rows")
         if torch.device(device).type == "cuda":
@@ -114,6 +120,8 @@ class GraphRunner:
         self._auditor = Auditor(self)
         self.verifies = os.environ.get(VERIFY_VARIABLE) == "1" if verify is None else verify
         self._trial = trial
+        self._warms_each = warm_up == "each"
+        self._has_run = False
 
     def __call__(self, **inputs: Tensor | Sequence[Any]) -> Any:
         """Run one batch.
@@ -277,6 +285,7 @@ class GraphRunner:
         self.graphs.clear()
         self._steps.clear()
         self._auditor.forget()
+        self._has_run = False
 
     def verify(self, sizes: Iterable[int] | None = None) -> list[int]:
         """Replay each recorded rung (or those in `sizes`) beside an eager run on the same random inputs, and compare
@@ -412,15 +421,19 @@ class GraphRunner:
         return self._steps[rung]
 
     def _record(self, rung: int) -> CaptureReport:
-        """Record one rung with every input at its pad value."""
+        """Record one rung with every input at its pad value, after a run where there must be one."""
         with torch.inference_mode(False), torch.no_grad():
             for buffer in self._inputs.values():
                 buffer.fill_with_padding()
         kind = CudaGraph if self.device.type == "cuda" else CpuGraph
         watch = [buffer.tensor for buffer in self._inputs.values()]
-        graph = kind.capture(self._step(rung), pool=self.pool, name=f"{self.name}[{rung}]", watch=watch)
+        warmup = 1 if self._warms_each or not self._has_run or self.device.type != "cuda" else 0
+        graph = kind.capture(self._step(rung), pool=self.pool, warmup=warmup, name=f"{self.name}[{rung}]", watch=watch)
+        self._has_run = True
+        if isinstance(graph, CudaGraph) and graph.discarded is not None and graph.discarded.invalidated:
+            self._warms_each = True  # another would cost the pool its memory again
         for buffer in self._inputs.values():
-            buffer.always_upload |= buffer.was_written() or graph.writes_to(buffer.tensor)
+            buffer.always_upload |= buffer.was_written(graph.runs > 0) or graph.writes_to(buffer.tensor)
         self.graphs[rung] = graph
         if rung in self._released:
             self.counters.recaptures[self._released.pop(rung)] += 1
@@ -431,6 +444,7 @@ class GraphRunner:
             graph.pool_bytes_added,
             graph.nbytes,
             graph.executable_bytes,
+            graph.runs,
         )
         self.counters.captures[rung] = report
         return report

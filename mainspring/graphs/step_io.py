@@ -91,11 +91,12 @@ class InputBuffer:
         self._last = None
         self._version = self.tensor._version
 
-    def was_written(self) -> bool:
-        """After a run on padding only: whether the step wrote into this buffer."""
+    def was_written(self, ran: bool = True) -> bool:
+        """After a recording on padding only: whether the step wrote into this buffer. Where it never ``ran``, there is
+        nothing to see of what a kernel wrote that declares no write."""
         if self.tensor._version != self._version:
             return True
-        return not _is_nan(self.spec.pad) and not bool((self.tensor == self.spec.pad).all())
+        return ran and not _is_nan(self.spec.pad) and not bool((self.tensor == self.spec.pad).all())
 
     def rows_of(self, values: Tensor | Sequence[Any]) -> int:
         """Number of rows in `values`.

@@ -45,6 +45,9 @@ class FakeDriver:
     def nodes(self, graph: int) -> list[int]:
         return self.graphs[graph][0]
 
+    def count(self, graph: int) -> int:
+        return len(self.graphs[graph][0])
+
     def edges(self, graph: int) -> list[tuple[int, int, str]]:
         return self.graphs[graph][1]
 
