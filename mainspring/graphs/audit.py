@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mainspring.graphs.books import Book
 from mainspring.graphs.errors import StaleAddressError
 from mainspring.graphs.outside import OutsideTensor, holders_by_storage
 from mainspring.graphs.read_cuda import RANKS
-from mainspring.graphs.reading import RecordedRunner, cuda_spans, read_graphs
-from mainspring.graphs.recording import Recording, RungRecording
+from mainspring.graphs.reading import RecordedRunner, cuda_spans, read_books, read_graphs
 from mainspring.graphs.spans import SpanMap
 
 __all__ = ["AuditReport", "Auditor", "Finding"]
@@ -104,60 +103,10 @@ class AuditReport:
         return "\n".join([head, *(f"- {finding}" for finding in self.findings)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Book:
-    """What is kept of a rung's address book: arrays, since Python objects by the thousand slow the collector down.
-
-    `addresses` [n] uint64 without packed weights; `owners` [n] are indices into `names`; `kinds` [n] into `kind_names`;
-    `typed` [n] says which are pointers by themselves, not only words within structs.
-    """
-
-    addresses: npt.NDArray[np.uint64]
-    owners: npt.NDArray[np.int32]
-    kinds: npt.NDArray[np.int8]
-    typed: npt.NDArray[np.bool_]
-    names: tuple[str, ...]
-    kind_names: tuple[str, ...]
-    buffers: tuple[str, ...]
-    pointers: int
-    structs: int
-    unresolved: int
-
-    @classmethod
-    def of(cls, rung: RungRecording) -> _Book:
-        entries = [entry for entry in rung.addresses if entry.address is not None]
-        names: dict[str, int] = {}
-        kinds: dict[str, int] = {}
-        named = [entry.owner for entry in rung.addresses if entry.kind in ("buffer", "opaque")]
-        pointers = sum(entry.typed for entry in entries)
-        return cls(
-            np.array([entry.address for entry in entries], dtype=np.uint64),
-            np.array([names.setdefault(entry.owner, len(names)) for entry in entries], dtype=np.int32),
-            np.array([kinds.setdefault(entry.kind, len(kinds)) for entry in entries], dtype=np.int8),
-            np.array([entry.typed for entry in entries], dtype=np.bool_),
-            tuple(names),
-            tuple(kinds),
-            tuple(dict.fromkeys(named)),
-            pointers,
-            len(entries) - pointers,
-            rung.unresolved,
-        )
-
-    def is_kind(self, *kinds: str) -> npt.NDArray[np.bool_]:
-        """Which entries are of one of these kinds; [n] bool."""
-        which = [index for index, kind in enumerate(self.kind_names) if kind in kinds]
-        found: npt.NDArray[np.bool_] = np.isin(self.kinds, which)
-        return found
-
-    def is_owner(self, name: str) -> npt.NDArray[np.bool_]:
-        """Which entries lie in what has this name; [n] bool."""
-        return np.equal(self.owners, self.names.index(name) if name in self.names else -1)
-
-
 class _Uses:
     """Which operations use an owner or an address: read anew, each rung once, since only a finding needs to know."""
 
-    def __init__(self, runner: RecordedRunner, books: Mapping[int, _Book]) -> None:
+    def __init__(self, runner: RecordedRunner, books: Mapping[int, Book]) -> None:
         self._runner = runner
         self._books = books
         self._texts: dict[int, dict[str | int | None, list[str]]] = {}
@@ -201,17 +150,14 @@ class Auditor:
 
     def __init__(self, runner: RecordedRunner) -> None:
         self._runner = runner
-        self._books: dict[int, _Book] = {}
+        self._books: dict[int, Book] = {}
         self._held: tuple[list[tuple[OutsideTensor, ...]], dict[int, int]] = [], {}
 
-    def take(self, sizes: Iterable[int]) -> Recording:
-        """Read the rungs in `sizes` as they are now, which is right after they were recorded."""
+    def take(self, sizes: Iterable[int]) -> None:
+        """Read the address books of the rungs in `sizes` as they are now, which is right after they were recorded."""
         runner = self._runner
         graphs = {size: runner.graphs[size] for size in sizes}
-        recording = read_graphs(graphs, runner.buffers, runner.pool, name=runner.name, device=runner.device)
-        for rung in recording.rungs:
-            self._books[rung.size] = _Book.of(rung)
-        return recording
+        self._books.update(read_books(graphs, runner.buffers, runner.pool))
 
     def forget(self) -> None:
         """The recordings are gone."""

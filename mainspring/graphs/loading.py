@@ -30,7 +30,7 @@ def loading_raises() -> Iterator[bool]:
     if triton is None:
         yield True
         return
-    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
     if not hasattr(runtime, "jit_cache_hook"):
         yield False
         return

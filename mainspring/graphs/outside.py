@@ -99,6 +99,22 @@ def _weakly(storage: torch.UntypedStorage) -> Any:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
+def _flat(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among `values` and within them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            found.extend(tensors_in(value))
+    return found
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func)
+
+
 @cache
 def _may_draw(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
@@ -127,22 +143,28 @@ class OutsideObserver(DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self.draws and _may_draw(func):
             self.draws = str(func)
-        for tensor in tensors_in((args, kwargs)):
+        seen, made = self.seen, self._made
+        for tensor in _flat((*args, *kwargs.values()) if kwargs else args):
             if is_opaque(tensor) or tensor.device.type == "meta":
                 continue
-            identity = tensor.untyped_storage()._cdata
-            made = self._made.get(identity)
-            if identity not in self.seen and (made is None or made.expired()) and tensor.untyped_storage().nbytes():
-                self.seen[identity] = OutsideTensor.of(tensor, str(func))
+            storage = tensor.untyped_storage()
+            identity = storage._cdata
+            if identity not in seen:
+                earlier = made.get(identity)
+                if (earlier is None or earlier.expired()) and storage.nbytes():
+                    seen[identity] = OutsideTensor.of(tensor, _name(func))
         for tensor in written_tensors(func, args, kwargs):
-            if not is_opaque(tensor) and tensor.untyped_storage()._cdata in self.seen:
-                self.seen[tensor.untyped_storage()._cdata].written = True
+            if not is_opaque(tensor):
+                outside = seen.get(tensor.untyped_storage()._cdata)
+                if outside is not None:
+                    outside.written = True
         result = func(*args, **kwargs)
-        for tensor in tensors_in(result):
+        for tensor in _flat((result,)):
             if not is_opaque(tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.seen and storage._cdata not in self._made:
-                    self._made[storage._cdata] = _weakly(storage)
+                identity = storage._cdata
+                if identity not in seen and identity not in made:
+                    made[identity] = _weakly(storage)
         return result
 
     def found(self) -> list[OutsideTensor]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mainspring.graphs.books import Book
 from mainspring.graphs.cuda_nodes import GraphDriver, KernelFunction, KernelNode
 from mainspring.graphs.kernel_names import has_typed_pointers, parameter_types, readable
 from mainspring.graphs.recording import AddressEntry, Dependency, RecordedOperation, RungRecording, Use, address_entries
@@ -21,6 +22,8 @@ RANKS = {"buffer": 4, "tensor": 3, "pool": 2, "workspace": 1, "freed": 1}
 
 _REGION = 38
 """Words that share all but this many low bits (256 GiB) with a known address look like addresses of the device."""
+
+_UNKNOWN = Span("unknown", "unknown", 0, 0)
 
 Words = npt.NDArray[np.uint64]
 
@@ -94,6 +97,30 @@ def _types(function: KernelFunction) -> tuple[str, ...] | None:
     return types if types is not None and len(types) == len(function.sizes) else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Words [n] of some kernels' parameters with their parameter, offset in it, whether that is a pointer, and the
+    index of their span or -1; `ends` says where each kernel's end."""
+
+    words: Words
+    parameter: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    pointer: npt.NDArray[np.bool_]
+    owners: npt.NDArray[np.int64]
+    ends: list[int]
+
+    @classmethod
+    def nothing(cls) -> _Found:
+        """No kernels."""
+        none = np.zeros(0, dtype=np.int64)
+        return cls(none.astype(np.uint64), none, none, none.astype(np.bool_), none, [])
+
+    def rows(self, which: slice | npt.NDArray[np.int64]) -> list[_Word]:
+        """Some of the words as tuples."""
+        columns = (self.words, self.parameter, self.offset, self.pointer, self.owners)
+        return list(zip(*(column[which].tolist() for column in columns), strict=True))
+
+
 @dataclass(slots=True)
 class CudaReader:
     """Reads graphs of one device, keeping kernels' layouts and uses from one to the next: rungs share most of them.
@@ -140,6 +167,47 @@ class CudaReader:
         operations = tuple(self._operations(nodes))
         book = address_entries(operations, self._places, self._entries)
         return RungRecording(size, operations, book, pool_bytes, capture_seconds, executable_bytes, name)
+
+    def book(self, graph: int) -> Book:
+        """One graph's address book alone, without the operations, which takes a part of the time of `read`."""
+        kernels: list[KernelNode] = []
+        touched: list[tuple[str, int, int]] = []
+        self._contents(graph, kernels, touched)
+        found = self._find(kernels)
+        spans = list(self.spans.spans)
+        is_live = np.array([*(span.kind != "freed" for span in spans), False])[found.owners]  # the last is for -1
+        addresses, owners, typed = [found.words[is_live]], [found.owners[is_live]], [found.pointer[is_live]]
+        rest = np.flatnonzero(~is_live)
+        kernel_of = np.searchsorted(found.ends, rest, side="right").tolist()
+        uses = [self._use(kernels[at].function, word) for at, word in zip(kernel_of, found.rows(rest), strict=True)]
+        uses += [self._touched(0, *each) for each in touched]
+        known = [use for use in uses if use is not None and use.address is not None]
+        places = [self._places.get(use.address, _UNKNOWN) for use in known if use.address is not None]
+        addresses.append(np.array([use.address for use in known], dtype=np.uint64))
+        owners.append(np.arange(len(spans), len(spans) + len(places)))
+        typed.append(np.array([use.kind != "struct" for use in known], dtype=np.bool_))
+        return Book.of_entries(
+            np.concatenate(addresses),
+            [*spans, *places],
+            np.concatenate(owners),
+            np.concatenate(typed),
+            sum(use is None for use in uses),
+        )
+
+    def _contents(self, graph: int, kernels: list[KernelNode], touched: list[tuple[str, int, int]]) -> None:
+        """Append the kernels of `graph` and of what it holds, and what its copies and fillings touch."""
+        driver = self.driver
+        for handle in driver.nodes(graph):
+            kind = driver.kind(handle)
+            if kind == "kernel":
+                kernels.append(driver.kernel(handle))
+            elif kind == "memcpy":
+                touched += driver.memcpy(handle)
+            elif kind == "memset":
+                touched += driver.memset(handle)
+            elif kind in ("graph", "conditional"):
+                for body in self.bodies.get(handle, driver.bodies(handle, kind)[0]):
+                    self._contents(body, kernels, touched)
 
     def _collect(self, graph: int, parent: int | None, nodes: list[_Node]) -> None:
         """Append the nodes of `graph` in an order in which each follows those that it depends on."""
@@ -218,19 +286,24 @@ class CudaReader:
             For each such word: the word, parameter, offset in it, whether the parameter is a pointer, and the index of
             its span or -1.
         """
+        found = self._find([node.kernel for node in nodes if node.kernel is not None])
+        words = found.rows(slice(None))
+        for begin, end in zip([0, *found.ends], found.ends, strict=False):
+            yield words[begin:end]
+
+    def _find(self, kernels: Sequence[KernelNode]) -> _Found:
+        """The words in these kernels' parameters that are, or look like, addresses, in order."""
         layouts: list[_Layout] = []
         parts: list[bytes] = []
-        for node in nodes:
-            if node.kernel is None:
-                continue
-            function = node.kernel.function
+        for kernel in kernels:
+            function = kernel.function
             layout = self._layouts.get(function)
             if layout is None:
                 layout = self._layouts[function] = _Layout.of(function)
             layouts.append(layout)
-            parts.append(layout.padded(node.kernel.values))
+            parts.append(layout.padded(kernel.values))
         if not layouts:
-            return
+            return _Found.nothing()
         begins = np.cumsum([0, *(layout.words for layout in layouts)])[:-1]
         counts = [len(layout.at) for layout in layouts]
         at = np.concatenate([layout.at for layout in layouts]) + np.repeat(begins, counts)
@@ -240,19 +313,14 @@ class CudaReader:
         if self.expected:
             looks |= np.isin(words, np.array(list(self.expected), dtype=np.uint64))
         kept = np.flatnonzero(looks)
-        found = list(
-            zip(
-                words[kept].tolist(),
-                np.concatenate([layout.parameter for layout in layouts])[kept].tolist(),
-                np.concatenate([layout.offset for layout in layouts])[kept].tolist(),
-                np.concatenate([layout.pointer for layout in layouts])[kept].tolist(),
-                owners[kept].tolist(),
-                strict=True,
-            )
+        return _Found(
+            words[kept],
+            np.concatenate([layout.parameter for layout in layouts])[kept],
+            np.concatenate([layout.offset for layout in layouts])[kept],
+            np.concatenate([layout.pointer for layout in layouts])[kept],
+            owners[kept],
+            np.searchsorted(kept, np.cumsum(counts)).tolist(),
         )
-        ends = np.searchsorted(kept, np.cumsum(counts)).tolist()
-        for begin, end in zip([0, *ends], ends, strict=False):
-            yield found[begin:end]
 
     def _look_like_addresses(self, words: Words) -> npt.NDArray[np.bool_]:
         """Whether each word lies in the same region as some known memory, or in one beside it."""
