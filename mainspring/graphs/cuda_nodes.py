@@ -6,6 +6,7 @@ Everything above takes a `GraphDriver`, so that it can be tested without a GPU.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -257,8 +258,12 @@ class CudaDriver:
 
 def _values(kernel_params: int, extra: int, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[bytes, ...]:
     """Bytes of each parameter, from the array of their addresses or from the one buffer that holds them all."""
-    if kernel_params:
-        pointers = (ctypes.c_void_p * len(sizes)).from_address(kernel_params)
+    if kernel_params and sizes:
+        pointers = struct.unpack(f"={len(sizes)}Q", ctypes.string_at(kernel_params, 8 * len(sizes)))
+        begin = pointers[0]
+        if begin and pointers == tuple([begin + offset for offset in offsets]):  # side by side: read at once
+            whole = ctypes.string_at(begin, offsets[-1] + sizes[-1])
+            return tuple([whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
         return tuple(
             ctypes.string_at(pointer, size) if pointer else bytes(size)
             for pointer, size in zip(pointers, sizes, strict=True)

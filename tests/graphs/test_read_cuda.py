@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_cuda import FILL, MUL, SPLIT_K, FakeDriver, kernel, pointers, segment
 
-from mainspring.graphs import GraphError, Span
+from mainspring.graphs import GraphError, Span, cuda_nodes
 from mainspring.graphs.allocator import allocator_spans
 from mainspring.graphs.cuda_nodes import Allocation, CudaDriver
 from mainspring.graphs.kernel_names import has_typed_pointers, parameter_types, readable
@@ -352,6 +352,7 @@ def test_the_driver_reads_names_sizes_and_bytes_of_parameters(by_kernel: bool, p
     bindings = FakeBindings(by_kernel, packed)
     driver = CudaDriver(bindings)
     assert driver.nodes(1) == [10, 11, 12]
+    assert driver.count(1) == 3
     assert [driver.kind(node) for node in (10, 11, 12)] == ["kernel", "memcpy", "other"]
     node = driver.kernel(10)
     assert node.function.symbol == ("by_kernel" if by_kernel else "by_function")
@@ -360,6 +361,20 @@ def test_the_driver_reads_names_sizes_and_bytes_of_parameters(by_kernel: bool, p
     assert node.shared_memory == 32
     driver.kernel(10)
     assert bindings.described == (1 if by_kernel else 0)
+
+
+@pytest.mark.parametrize("places", [(0, 8, 16), (0, 8, 40), (16, 8, 0), (None, 8, 16), (0, None, 16)])
+def test_parameters_are_read_wherever_each_lies(places: tuple[int | None, ...]) -> None:
+    memory = ctypes.create_string_buffer(bytes(range(1, 65)), 64)
+    begin = ctypes.addressof(memory)
+    array = (ctypes.c_void_p * 3)(*(None if place is None else begin + place for place in places))
+    sizes = (8, 4, 16)
+    read = cuda_nodes._values(ctypes.addressof(array), 0, sizes, (0, 8, 16))
+    assert read == tuple(
+        bytes(size) if place is None else memory.raw[place : place + size]
+        for place, size in zip(places, sizes, strict=True)
+    )
+    assert cuda_nodes._values(ctypes.addressof(array), 0, (), ()) == ()
 
 
 def test_the_driver_tells_edges_copies_memsets_and_allocations() -> None:
