@@ -154,6 +154,9 @@ def startup_table(records: Sequence[StartupRecord]) -> Table:
     table.add_section()
     table.add_row("to the first token", *(f"{record.seconds:.2f}" for record in records))
     table.add_row("recording, for good", *(f"{record.recording_seconds:.2f}" for record in records))
+    table.add_row("of that the decode step", *(f"{record.decode_seconds:.2f}" for record in records))
+    table.add_row("its warm-up runs", *(str(record.warm_up_runs) for record in records))
+    table.add_row("auditing all of it", *(f"{record.audit_seconds:.2f}" for record in records))
     table.add_row("rungs", *(str(record.rungs) for record in records))
     table.add_row("recorded MiB", *(f"{record.recorded_bytes / 2**20:.1f}" for record in records))
     return table

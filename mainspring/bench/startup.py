@@ -36,7 +36,9 @@ class StartupRecord:
 
     ``stages`` add up to it: Python itself, imports, configuration, weights, sizing the KV cache, recording, the first
     token, and what else the engine does. ``recording_seconds`` is what recording the ladder of ``rungs`` rungs took
-    for good, without what was recorded for sizing and dropped; ``recorded_bytes`` is what it holds.
+    for good, without what was recorded for sizing and dropped; ``recorded_bytes`` is what it holds. ``decode_seconds``
+    is the decode step's part of that, without the prefill step's rungs, and ``warm_up_runs`` how often the step ran for
+    it. ``audit_seconds`` comes on top: reading and auditing all that was recorded, for sizing too.
     """
 
     model: str
@@ -50,6 +52,9 @@ class StartupRecord:
     rungs: int
     recording_seconds: float
     recorded_bytes: int
+    decode_seconds: float
+    warm_up_runs: int
+    audit_seconds: float
 
 
 def startups(
@@ -104,6 +109,9 @@ def measure_startup(model: BenchModel, options: Mapping[str, Any], dtype: str, m
                 rungs=told["rungs"],
                 recording_seconds=told["recording_seconds"],
                 recorded_bytes=told["recorded_bytes"],
+                decode_seconds=told["decode_seconds"],
+                warm_up_runs=told["warm_up_runs"],
+                audit_seconds=told["audit_seconds"],
             )
 
 

@@ -50,12 +50,17 @@ def main(job: Path, result: Path) -> None:
     stages.timed("first token", llm.generate)(prompt, params)
     ready = time.time()
     stats = llm.stats()
+    recorders = [runner.counters for runner in llm.core.runner.all_runners]
+    decode = [runner.counters for runner in llm.core.runner.runners.values()]
     told = {
         "ready": ready,
         "stages": stages.seconds,
         "rungs": len(llm.core.limits.ladder.sizes) + len(llm.core.limits.prefill_ladder or ()),
         "recording_seconds": stats.recording_seconds,
         "recorded_bytes": stats.recorded_bytes,
+        "decode_seconds": sum(counters.capture_seconds for counters in decode),
+        "warm_up_runs": sum(report.runs for counters in decode for report in counters.captures.values()),
+        "audit_seconds": sum(counters.audit_seconds for counters in recorders),
     }
     llm.close()
     result.write_text(json.dumps(told), encoding="utf-8")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mainspring.kernels.triton import pdl
 from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+from mainspring.kernels.triton.sizes import cdiv
 
 _BLOCK = 1024
 
@@ -35,7 +36,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     rows = out.numel() // size
     if rows:
-        _silu_and_mul_kernel[(rows, triton.cdiv(size, _BLOCK))](
+        _silu_and_mul_kernel[(rows, cdiv(size, _BLOCK))](
             gate_up, out, size, BLOCK=_BLOCK, **pdl.options(pdl.mode(out.device))
         )
     return out

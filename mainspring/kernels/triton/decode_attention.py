@@ -26,6 +26,7 @@ from torch import Tensor
 from mainspring.kernels.triton import pdl
 from mainspring.kernels.triton.attention_plan import SplitPlan, plan_splits, ring_fits
 from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+from mainspring.kernels.triton.sizes import next_power_of_2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -330,7 +331,7 @@ def _attention(
     q = q if q.stride(2) == 1 else q.contiguous()
     block_tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
     heads_per_kv = num_heads // num_kv_heads
-    block_d = max(triton.next_power_of_2(head_dim), 16)
+    block_d = max(next_power_of_2(head_dim), 16)
     if not isinstance(plan, SplitPlan):
         ring = (
             fused is not None and settled and not pdl.interpreting() and ring_fits(q.dtype, head_dim, heads_per_kv)
@@ -344,9 +345,9 @@ def _attention(
     if split:
         partial = q.new_empty((batch, num_heads, planned, head_dim), dtype=torch.float32)
         lse = q.new_empty((batch, num_heads, planned), dtype=torch.float32)
-        arrivals = _arrival_counters(q.device, max(1 << 16, triton.next_power_of_2(batch * num_kv_heads)))
+        arrivals = _arrival_counters(q.device, max(1 << 16, next_power_of_2(batch * num_kv_heads)))
     cos_sin, positions, slots, q_weight, k_weight, eps = fused or (lse, seq_lens, seq_lens, None, None, 0.0)
-    group = triton.next_power_of_2(heads_per_kv)
+    group = next_power_of_2(heads_per_kv)
     tensors = (
         q, k_cache, v_cache, block_tables, seq_lens, out, partial, lse, arrivals, cos_sin, positions, slots,
         q if q_weight is None else q_weight, q if k_weight is None else k_weight,
@@ -371,7 +372,7 @@ def _attention(
         return out
     _decode_kernel[(batch, num_kv_heads, planned)](
         *tensors, *numbers, block_tables.shape[1] * block_size, FUSED=fused is not None, BLOCK_D=block_d,
-        BLOCK_S=max(1, min(triton.next_power_of_2(planned), plan.warps * COMBINED_AT_ONCE // (group * block_d))),
+        BLOCK_S=max(1, min(next_power_of_2(planned), plan.warps * COMBINED_AT_ONCE // (group * block_d))),
         SETTLED=settled, num_stages=1, **constants,
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mainspring.kernels.triton import pdl
 from mainspring.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+from mainspring.kernels.triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = out.numel() // size
     if rows:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         _rms_norm_kernel[(rows,)](
             x, x, weight, out, out, eps, size, inner_rows, outer_stride, inner_stride,
             ADD=False, BLOCK=block, num_warps=_warps(block), **pdl.options(pdl.mode(x.device)),
@@ -77,7 +78,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out, total = torch.empty_like(x), torch.empty_like(x)
     rows = x.numel() // size
     if rows:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         _rms_norm_kernel[(rows,)](
             x, residual, weight, out, total, eps, size, 1, size, 0,
             ADD=True, BLOCK=block, num_warps=_warps(block), **pdl.options(pdl.mode(x.device)),
