@@ -50,7 +50,7 @@ def loading_raises() -> Iterator[bool]:
         if is_refused():
             raise NotLoaded(f"the kernel {name} was not loaded")
 
-    chain = getattr(runtime, "kernel_load_start_hook", None)
+    chain: Any = getattr(runtime, "kernel_load_start_hook", None)
     # A kernel that was refused here is loaded by a later launch only where launches look for a hook of their own.
     is_chained = hasattr(chain, "add") and getattr(runtime, "launch_enter_hook", None) is not None
     runtime.jit_cache_hook = compiling

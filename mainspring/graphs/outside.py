@@ -99,6 +99,14 @@ def _weakly(storage: torch.UntypedStorage) -> Any:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
+def _identity(tensor: Tensor) -> int | None:
+    """Of the storage of `tensor`; None for one that has none, such as a packed weight."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def _flat(values: Sequence[Any]) -> list[Tensor]:
     """The tensors among `values` and within them."""
     found: list[Tensor] = []
@@ -145,26 +153,23 @@ class OutsideObserver(DispatchMode):  # type: ignore[no-untyped-call]
             self.draws = str(func)
         seen, made = self.seen, self._made
         for tensor in _flat((*args, *kwargs.values()) if kwargs else args):
-            if is_opaque(tensor) or tensor.device.type == "meta":
+            identity = _identity(tensor)
+            if identity in seen or identity is None:
                 continue
-            storage = tensor.untyped_storage()
-            identity = storage._cdata
-            if identity not in seen:
-                earlier = made.get(identity)
-                if (earlier is None or earlier.expired()) and storage.nbytes():
-                    seen[identity] = OutsideTensor.of(tensor, _name(func))
+            earlier = made.get(identity)
+            if earlier is not None and not earlier.expired():
+                continue
+            if tensor.device.type != "meta" and tensor.untyped_storage().nbytes():
+                seen[identity] = OutsideTensor.of(tensor, _name(func))
         for tensor in written_tensors(func, args, kwargs):
-            if not is_opaque(tensor):
-                outside = seen.get(tensor.untyped_storage()._cdata)
-                if outside is not None:
-                    outside.written = True
+            outside = seen.get(_identity(tensor) or 0)
+            if outside is not None:
+                outside.written = True
         result = func(*args, **kwargs)
-        for tensor in _flat((result,)):
-            if not is_opaque(tensor):
-                storage = tensor.untyped_storage()
-                identity = storage._cdata
-                if identity not in seen and identity not in made:
-                    made[identity] = _weakly(storage)
+        for tensor in (result,) if isinstance(result, Tensor) else _flat((result,)):
+            identity = _identity(tensor)
+            if identity is not None and identity not in seen and identity not in made:
+                made[identity] = _weakly(tensor.untyped_storage())
         return result
 
     def found(self) -> list[OutsideTensor]:

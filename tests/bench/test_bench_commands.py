@@ -142,6 +142,9 @@ def test_startup_runs_cold_then_warm_and_its_stages_add_up(run_bench: Bench, tin
         assert {"import", "load weights", "record", "first token"} <= set(record["stages"])
         assert all(seconds >= 0 for seconds in record["stages"].values())
         assert record["rungs"] == 3
+        assert record["warm_up_runs"] == 3  # a CPU makes one for each
+        assert 0 < record["decode_seconds"] <= record["recording_seconds"]
+        assert record["audit_seconds"] > 0
 
 
 def test_cpu_compares_pairs_of_runs(run_bench: Bench, tiny_folder: Path, tmp_path: Path) -> None:
