@@ -35,6 +35,7 @@ from mainspring.engine.scheduler import Scheduler
 from mainspring.engine.settings import EngineSettings
 from mainspring.engine.stats import EngineStats
 from mainspring.graphs import AuditReport, LoopError, Recording
+from mainspring.graphs.capture import held_collector
 from mainspring.models.loader import load_config, load_model, update_weights
 from mainspring.models.source import resolve
 from mainspring.models.tokenizer import load_tokenizer
@@ -77,9 +78,10 @@ class EngineCore:
             progress=progress,
             verify_graphs=settings.verify_graphs,
         )
-        self.memory = plan_memory(self.runner, settings)
-        self.runner.allocate(self.memory.num_blocks)
-        self.recorded = record_ladder(self.runner, self.memory)
+        with held_collector(collect=False):  # sizing begins with a collection; one for each recording would be six more
+            self.memory = plan_memory(self.runner, settings)
+            self.runner.allocate(self.memory.num_blocks)
+            self.recorded = record_ladder(self.runner, self.memory)
         if self.launch_mode == "loop":
             self.runner.waits_asleep = True
             self.runner.loops.prepare_ladder(PLAIN)

@@ -176,7 +176,8 @@ class GraphRunner:
         missing = [] if self.enforce_eager else [size for size in wanted if size not in self.graphs]
         if not missing:
             return []
-        with held_collector(collect=self.device.type == "cuda"):
+        # A collection takes a tenth of a second, for which no rung that is recorded when it is needed should wait.
+        with held_collector(collect=self.device.type == "cuda" and len(missing) > 1):
             reports = [self._record(rung) for rung in track(missing, f"recording {self.name}", self._progress)]
         self._audit_new(missing)
         if self.verifies if verify is None else verify:

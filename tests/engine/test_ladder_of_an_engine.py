@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from mainspring import LLM, SamplingParams
+from mainspring.engine import core
 
 MakeLLM = Callable[..., LLM]
 
@@ -47,6 +50,23 @@ def test_sizes_above_max_num_seqs_are_cut_to_it_and_serve_every_batch(
     assert llm.core.limits.ladder.sizes == rungs
     for rows in range(1, max_num_seqs + 1):
         assert set(decode(llm, rows)) <= set(rungs)
+
+
+def test_pythons_collector_is_held_from_sizing_to_the_last_recording(
+    make_tiny: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for name in ("plan_memory", "record_ladder"):
+        original = getattr(core, name)
+
+        def noted(*args: Any, original: Any = original) -> Any:
+            seen.append(gc.isenabled())
+            return original(*args)
+
+        monkeypatch.setattr(core, name, noted)
+    make_tiny(max_num_seqs=2)
+    assert seen == [False, False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("budget", [1, 7, 100, 513])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -218,6 +219,25 @@ def test_an_input_that_a_first_run_writes_is_always_uploaded(gpu: FakeGpu) -> No
     assert not runner._inputs["x"].always_upload
     runner.capture([1])
     assert runner._inputs["x"].always_upload
+
+
+def test_garbage_is_collected_for_a_ladder_and_not_for_a_rung_that_is_needed_now(gpu: FakeGpu) -> None:
+    collected = []
+
+    def note(phase: str, what: dict[str, int]) -> None:
+        if phase == "start" and what["generation"] == 2:
+            collected.append(what)
+
+    runner = make(Step(gpu))
+    gc.callbacks.append(note)
+    try:
+        runner.capture([2])
+        assert not collected
+        runner.capture()
+        assert len(collected) == 1
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled()
 
 
 def test_one_graph_can_be_captured_without_a_run(gpu: FakeGpu) -> None:
