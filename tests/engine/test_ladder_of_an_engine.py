@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from mainspring import LLM, SamplingParams
 from mainspring.engine import core
+from mainspring.graphs import CudaGraph
 
 MakeLLM = Callable[..., LLM]
 
@@ -75,3 +77,21 @@ def test_any_budget_of_prompt_tokens_leaves_every_decode_step_recorded(make_tiny
     decode(llm, 5)
     stats = llm.stats()
     assert sum(stats.rungs.values()) == stats.decode_steps > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_second_engine_on_a_gpu_runs_its_step_once_for_a_whole_ladder(make_tiny: MakeLLM, dtype: str) -> None:
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "max_num_seqs": 64, "launch_mode": "graph"}
+    first = make_tiny(**options)
+    assert first.verify_graphs() >= len(first.core.limits.ladder)
+    rows = decode(first, 1)
+    second = make_tiny(**options)  # every kernel that the ladder needs is loaded now
+    for runner in second.core.runner.all_runners:
+        runs = {size: report.runs for size, report in runner.counters.captures.items()}
+        why = {size: str(graph.discarded) for size, graph in runner.graphs.items() if isinstance(graph, CudaGraph)}
+        assert sum(runs.values()) <= 1, (runner.name, runs, why)
+    assert all(report.ok for report in second.audit().values())
+    assert second.verify_graphs() >= len(second.core.limits.ladder)
+    assert decode(second, 1) == rows
