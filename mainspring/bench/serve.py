@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mainspring.bench.http_client import Address, get, opened
+from mainspring.bench.peers.base import PeerSpec, find_server, modes_of, open_server
+from mainspring.bench.records import package_version
 from mainspring.bench.server_child import mode_options, server
 from mainspring.bench.shapes import BenchModel
 from mainspring.models.loader import load_config
@@ -136,10 +138,44 @@ def serve_elsewhere(url: str, traffic: Traffic, vocab_size: int, api_key: str | 
         yield ServeRecord(model=model, dtype="", launch_mode="", engine=url, **record)
 
 
+def serve_peer(
+    name: str, model: BenchModel, traffic: Traffic, modes: Sequence[str], dtype: str, device: str, seats: int
+) -> Iterator[ServeRecord]:
+    """Measure another project's server on the same model under the same traffic.
+
+    Raises ``PeerError`` where there is none of that name, or it does not start.
+    """
+    version = package_version(find_server(name).package)
+    path = resolve(model.path, weights=model.load_format != "dummy")
+    vocab_size = load_config(path).vocab_size
+    for mode in modes_of(name, modes):
+        spec = PeerSpec(
+            path=str(path.path),
+            load_format=model.load_format,
+            dtype=dtype,
+            device=device,
+            launch_mode=mode,
+            max_model_len=traffic.input_len + traffic.output_len,
+            max_num_seqs=seats,
+            sampling={},
+            seed=traffic.seed,
+        )
+        with open_server(name, spec) as address:
+            for record in asyncio.run(measure(address, traffic, vocab_size, None)):
+                yield ServeRecord(
+                    model=model.title,
+                    dtype=dtype,
+                    launch_mode=mode,
+                    engine=name,
+                    extra={"version": version},
+                    **record,
+                )
+
+
 async def measure(
     address: Address, traffic: Traffic, vocab_size: int, model: str | None, api_key: str | None = None
 ) -> list[dict[str, Any]]:
-    """The figures of each rate; ``model`` is the name to ask for, None for a server of ours."""
+    """The figures of each rate; ``model`` is the name to ask for, None where the server tells the ids of its tokens."""
     rng = random.Random(traffic.seed)
     under_way, peak = 0, 0
 

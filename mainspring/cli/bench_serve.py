@@ -31,6 +31,10 @@ def serve(
     sampled: Annotated[
         bool, Option("--sampled", help="Sample with temperature and top-p.", rich_help_panel=_RATES)
     ] = False,
+    peer: Annotated[
+        list[str] | None,
+        Option("--peer", metavar="vllm", help="Measure this server too, on the same model.", rich_help_panel=_RATES),
+    ] = None,
     base_url: Annotated[
         str | None,
         Option(metavar="URL", help="A server that runs already, of any kind.", rich_help_panel=_RATES),
@@ -56,7 +60,8 @@ def serve(
     The server is a process of its own, and works on token ids. With --clients it is a soak instead: every answer has to
     be the one that the engine gives offline, and nothing may be lost or leaked; exit status 1 otherwise.
     """
-    from mainspring.bench.serve import Traffic, serve_elsewhere, serve_rates
+    from mainspring.bench.peers.base import find_server
+    from mainspring.bench.serve import Traffic, serve_elsewhere, serve_peer, serve_rates
     from mainspring.bench.shapes import open_model
     from mainspring.engine.limits import choose_device
 
@@ -76,9 +81,15 @@ def serve(
             for record in serve_elsewhere(base_url, traffic, vocab_size, api_key):
                 output.add(where, "serve", record)
             return
+        for name in peer or ():
+            find_server(name)  # before the first minute is spent
         with open_model(model) as opened:
-            for record in serve_rates(opened, traffic, launch_mode.split(","), dtype, device, seats):
+            modes = launch_mode.split(",")
+            for record in serve_rates(opened, traffic, modes, dtype, device, seats):
                 output.add(where, "serve", record)
+            for name in peer or ():
+                for record in serve_peer(name, opened, traffic, modes, dtype, str(where), max_num_seqs or 256):
+                    output.add(where, "serve", record)
     finally:
         output.show("serve_table")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +102,82 @@ def test_addresses_are_read_as_people_write_them() -> None:
     assert Address.of("localhost:9") == Address("localhost", 9)
     with pytest.raises(ValueError, match="address"):
         Address.of("https://x")
+
+
+#: A package that has vLLM's name and command, and answers every prompt with as many tokens as were asked for.
+STAND_IN = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+switches = set(sys.argv)
+if given["--dtype"] == "float16":
+    sys.exit("no float16 here")
+assert {"--skip-tokenizer-init", "--no-enable-prefix-caching", "--enforce-eager"} <= switches, sys.argv
+assert (given["--max-model-len"], given["--max-num-seqs"], given["--load-format"]) == ("14", "3", "dummy"), sys.argv
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert len(asked["prompt"]) == 9 and asked["return_token_ids"] and "model" not in asked
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(asked["max_tokens"]):
+            self.wfile.write(b"data: " + json.dumps({"choices": [{"token_ids": [7]}]}).encode() + b"\\n\\n")
+        self.wfile.write(b"data: [DONE]\\n\\n")
+        self.close_connection = True
+
+
+ThreadingHTTPServer((given["--host"], int(given["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def vllm_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site" / "vllm" / "entrypoints" / "openai"
+    folder.mkdir(parents=True)
+    for package in (folder, *folder.parents[:2]):
+        (package / "__init__.py").touch()
+    (folder / "api_server.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("vllm_stand_in")
+def test_the_server_of_a_peer_is_measured_under_the_same_traffic(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shutil.copy(tiny_folder / "config.json", tmp_path / "model")
+    file = tmp_path / "records.json"
+    traffic = ["--request-rate", "3", "--seconds", "1", "--input-len", "9", "--output-len", "5", "--max-num-seqs", "3"]
+    modes = ["--launch-mode", "eager", "--peer", "vllm"]
+    done = run("--model", str(tmp_path / "model"), *modes, *traffic, file=file)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = json.loads(file.read_text())
+    assert (ours["engine"], theirs["engine"]) == ("mainspring", "vllm")
+    assert theirs["launch_mode"] == "eager" and theirs["failed"] == 0
+    assert theirs["requests"] == ours["requests"] >= 1
+    assert theirs["tokens_per_second"] * theirs["seconds"] == pytest.approx(5 * theirs["requests"])
+
+
+@pytest.mark.usefixtures("vllm_stand_in")
+def test_a_peer_that_does_not_start_says_why(tmp_path: Path) -> None:
+    from mainspring.bench.peers.base import PeerError, PeerSpec, open_server
+
+    site = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
+    spec = PeerSpec(str(tmp_path), "dummy", "float16", "cpu", "graph", 14, 3, {})
+    sys.path.insert(0, str(site))
+    try:
+        with pytest.raises(PeerError, match="did not start: no float16 here"), open_server("vllm", spec):
+            raise AssertionError("it started")
+        with pytest.raises(PeerError, match="transformers has no server that could be measured; give vllm"):
+            open_server("transformers", spec)
+    finally:
+        sys.path.remove(str(site))
