@@ -50,11 +50,13 @@ def test_a_crowd_gets_right_answers_and_leaves_nothing(tiny_folder: Path, tmp_pa
     [record] = json.loads(file.read_text())
     assert record["answered"] > 20 and record["dropped"] > 0 and record["garbage"] > 0 and record["streamed"] > 0
     assert (record["lost"], record["different"], record["kv_usage"], record["exit_status"]) == (0, 0, 0.0, 0)
+    assert 0 < record["kinds"] <= record["all_kinds"] == 64 + 6 + 2 and record["memory_slack"] > 0
 
 
 def test_a_soak_in_which_anything_went_wrong_is_not_ok() -> None:
     good = {"answered": 5, "kv_usage": 0.0, "running": 0.0, "waiting": 0.0, "exit_status": 0}
     assert ServeSoakReport(**good).ok  # type: ignore[arg-type]
+    assert ServeSoakReport(**good, memory_late=3, memory_slack=3).ok  # type: ignore[arg-type]
     for wrong in (
         {"answered": 0},
         {"lost": 1},
