@@ -37,7 +37,7 @@ def test_every_rate_and_mode_has_its_record(tiny_folder: Path, tmp_path: Path) -
     for record in records:
         assert record["kind"] == "serve" and record["failed"] == 0 and record["requests"] >= 1
         assert 0 < record["ttft_ms"] <= record["ttft_p99_ms"] <= record["e2e_p99_ms"]
-        assert 0 < record["itl_ms"] <= record["itl_p99_ms"]
+        assert 0 <= record["itl_ms"] <= record["itl_p99_ms"]  # 0 where a slow client reads several at once
         assert record["tokens_per_second"] * record["seconds"] == pytest.approx(5 * record["requests"])
     assert "TTFT" in done.stdout
 
