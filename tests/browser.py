@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+#: Seconds between two looks at a page.
+PAUSE = 0.05
 COMMANDS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -39,12 +41,19 @@ class Tab:
         return result["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.run(script):
-            assert time.monotonic() < deadline, f"{script} did not come true within {seconds} s"
-            time.sleep(0.05)
+        """Wait until an expression is true. Looks are counted, so that a machine that stands still costs none."""
+        looks = int(seconds / PAUSE)
+        for _ in range(looks):
+            if self.run(script):
+                return
+            time.sleep(PAUSE)
+        shown = self.run("document.body.innerText")
+        raise AssertionError(f"{script} was not true at any of {looks} looks; the page says {shown!r}")
 
     def type(self, text: str) -> None:
+        """Type where the focus is; fails where nothing there takes text, which would be lost without a word."""
+        takes_text = self.run("document.activeElement?.matches('input, textarea') === true")
+        assert takes_text, "nothing that takes text has the focus"
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, modifiers: int = 0) -> None:
@@ -146,7 +155,9 @@ class Browser:
         for domain in ("Page", "Runtime", "Network", "Log"):
             tab.call(f"{domain}.enable")
         tab.call("Page.navigate", url=url)
-        tab.wait_for("document.readyState === 'complete'")
+        tab.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'")
+        # A page may be complete before its first frame, with which the focus comes.
+        tab.wait_for("[null, document.activeElement].includes(document.querySelector('[autofocus]'))")
         return tab
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import re
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from mainspring import LLM, SamplingParams
 from mainspring.bench.http_client import Address, abandon, get, opened
+from mainspring.bench.memory_growth import MemoryGrowth, memory_growth
 from mainspring.bench.server_child import server
 from mainspring.bench.shapes import BenchModel
 
@@ -22,10 +22,11 @@ from mainspring.bench.shapes import BenchModel
 JOBS = 64
 #: Seconds without an answer after which a request counts as lost.
 PATIENCE = 600.0
-#: Bytes by which the server's memory may grow from the second fifth of the run to the last.
-MEMORY_SLACK = 64 << 20
 #: Longest context of the server; longer than any right request, shorter than some of the garbage.
 MODEL_LEN = 256
+#: Kinds of requests that are none, and of ways to leave one midway.
+GARBAGE_KINDS = 6
+DROP_KINDS = 2
 #: Seconds between two looks at the server's memory.
 LOOK = 1.0
 
@@ -53,8 +54,9 @@ class Crowd:
 class ServeSoakReport:
     """What was seen. ``ok`` says that nothing was lost, leaked or wrong.
 
-    ``memory_early`` and ``memory_late`` are medians of the server's resident bytes in the second fifth of the run and
-    in the last; ``kv_usage``, ``running`` and ``waiting`` are the server's own figures at the end.
+    ``memory_early``, ``memory_late`` and ``memory_slack`` are of the server's resident bytes; see ``memory_growth``.
+    ``kinds`` of the ``all_kinds`` of requests came to their end; with all of them the server counts as warm.
+    ``kv_usage``, ``running`` and ``waiting`` are the server's own figures at the end.
     """
 
     model: str = ""
@@ -76,6 +78,9 @@ class ServeSoakReport:
     waiting: float = -1.0
     memory_early: int = 0
     memory_late: int = 0
+    memory_slack: int = 0
+    kinds: int = 0
+    all_kinds: int = 0
     exit_status: int | None = None
     statuses: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -84,7 +89,7 @@ class ServeSoakReport:
     def ok(self) -> bool:
         """No request lost, no answer different, no block held, memory flat, and a clean end."""
         nothing_left = self.kv_usage == self.running == self.waiting == 0
-        flat = self.memory_late <= self.memory_early + MEMORY_SLACK
+        flat = MemoryGrowth(self.memory_early, self.memory_late, self.memory_slack).is_flat
         wrong = self.different or self.lost or self.garbage_taken or self.exit_status
         return bool(self.answered and nothing_left and flat and not wrong)
 
@@ -165,6 +170,9 @@ async def _soak(
     statuses: Counter[str] = Counter()
     until = time.monotonic() + 60 * crowd.minutes
     samples: list[int] = []
+    warm_at: int | None = None
+    seen: set[str] = set()
+    report.all_kinds = len(jobs) + (GARBAGE_KINDS if crowd.garbage else 0) + (DROP_KINDS if crowd.drop else 0)
 
     async def client(number: int) -> None:
         rng = random.Random(crowd.seed * 100_003 + number)
@@ -173,17 +181,21 @@ async def _soak(
             chance = rng.random()
             try:
                 if chance < crowd.garbage:
-                    await asyncio.wait_for(_send_garbage(address, rng, report, statuses), PATIENCE)
+                    await asyncio.wait_for(_send_garbage(address, rng, report, statuses, seen), PATIENCE)
                 else:
                     drops = chance < crowd.garbage + crowd.drop
-                    await asyncio.wait_for(_ask(address, rng, rng.choice(jobs), drops, report, statuses), PATIENCE)
+                    asking = _ask(address, rng, rng.choice(jobs), drops, report, statuses, seen)
+                    await asyncio.wait_for(asking, PATIENCE)
             except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError, KeyError) as error:
                 report.lost += 1
                 if len(report.faults) < 20:
                     report.faults.append(repr(error)[:300])
 
     async def watch() -> None:
+        nonlocal warm_at
         while True:
+            if warm_at is None and len(seen) == report.all_kinds:
+                warm_at = len(samples)
             samples.append(memory())
             if len(samples) % 30 == 0:
                 say(f"{report.answered} answers, {report.lost} lost, {samples[-1] >> 20} MiB")
@@ -192,15 +204,21 @@ async def _soak(
     watching = asyncio.create_task(watch())
     await asyncio.gather(*(client(number) for number in range(crowd.clients)))
     watching.cancel()
-    fifth = max(len(samples) // 5, 1)
-    report.memory_early = int(statistics.median(samples[fifth : 2 * fifth] or samples))
-    report.memory_late = int(statistics.median(samples[-fifth:]))
+    grown = memory_growth(samples, warm_at)
+    report.memory_early, report.memory_late, report.memory_slack = grown.early, grown.late, grown.slack
+    report.kinds = len(seen)
     report.statuses = dict(statuses)
     await _read_rest(address, report)
 
 
 async def _ask(
-    address: Address, rng: random.Random, job: Job, drops: bool, report: ServeSoakReport, statuses: Counter[str]
+    address: Address,
+    rng: random.Random,
+    job: Job,
+    drops: bool,
+    report: ServeSoakReport,
+    statuses: Counter[str],
+    seen: set[str],
 ) -> None:
     stream = rng.random() < 0.5
     body = json.dumps({**job.body, "stream": stream}).encode()
@@ -208,6 +226,7 @@ async def _ask(
     if drops and not stream:
         report.dropped += 1
         await abandon(address, "/v1/completions", body, 2 * rng.random())
+        seen.add("dropped")
         return
     async with opened(address, "POST", "/v1/completions", body) as response:
         statuses[str(response.status)] += 1
@@ -219,6 +238,7 @@ async def _ask(
             raise ValueError((await response.read()).decode(errors="replace"))
         if drops:
             report.dropped += 1
+            seen.add("dropped while it streamed")
             async for _ in response.events():
                 return
             return
@@ -232,6 +252,7 @@ async def _ask(
         else:
             _add_tokens(got, json.loads(await response.read())["choices"])
     report.answered += 1
+    seen.add(f"job {job.body['seed']}")
     report.tokens += sum(map(len, got.values()))
     if tuple(tuple(got.get(index, ())) for index in range(len(job.expected))) != job.expected:
         report.different += 1
@@ -244,19 +265,13 @@ def _add_tokens(got: dict[int, list[int]], choices: Sequence[dict[str, Any]]) ->
         got.setdefault(choice["index"], []).extend(choice["token_ids"])
 
 
-async def _send_garbage(address: Address, rng: random.Random, report: ServeSoakReport, statuses: Counter[str]) -> None:
+async def _send_garbage(
+    address: Address, rng: random.Random, report: ServeSoakReport, statuses: Counter[str], seen: set[str]
+) -> None:
     """Send what no server can answer; it has to be refused, with nothing lost but this connection."""
     report.garbage += 1
-    body = rng.choice(
-        [
-            rng.randbytes(rng.randint(0, 2000)),
-            b"[" * rng.randint(1, 50_000),
-            b'{"prompt": "' + b"x" * rng.randint(1, 100_000),
-            json.dumps({"prompt": [rng.randint(-9, 1 << 40)]}).encode(),
-            json.dumps({"prompt": "x", rng.choice(WORDS): 1}).encode(),
-            json.dumps({"prompt": "word " * 5000}).encode(),
-        ]
-    )
+    kind = rng.randrange(GARBAGE_KINDS)
+    body = _garbage(kind, rng)
     if rng.random() < 0.2:  # not even HTTP, or less of it than was announced
         _, writer = await asyncio.open_connection(address.host, address.port)
         announced = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n"
@@ -269,6 +284,22 @@ async def _send_garbage(address: Address, rng: random.Random, report: ServeSoakR
         answer = json.loads(await response.read())
         if not 400 <= response.status < 500 or not answer["error"]["message"]:
             report.garbage_taken += 1
+    seen.add(f"garbage {kind}")
+
+
+def _garbage(kind: int, rng: random.Random) -> bytes:
+    match kind:
+        case 0:
+            return rng.randbytes(rng.randint(0, 2000))
+        case 1:
+            return b"[" * rng.randint(1, 50_000)
+        case 2:
+            return b'{"prompt": "' + b"x" * rng.randint(1, 100_000)
+        case 3:
+            return json.dumps({"prompt": [rng.randint(-9, 1 << 40)]}).encode()
+        case 4:
+            return json.dumps({"prompt": "x", rng.choice(WORDS): 1}).encode()
+    return json.dumps({"prompt": "word " * 5000}).encode()
 
 
 async def _read_rest(address: Address, report: ServeSoakReport) -> None:

@@ -123,7 +123,8 @@ class PackedLinearWeight(LinearWeight):
     """A dense CPU weight re-ordered once into oneDNN's blocked layout.
 
     Faster than the plain layout, and among a few rows the product of one does not depend on how many there
-    are: where oneDNN takes another path for a lone row, it is multiplied as two.
+    are: where oneDNN takes another path for a lone row, it is multiplied as two. Other numbers of rows are padded as
+    :func:`padded_rows` says, for oneDNN compiles a product for each number of rows and keeps it, about half a megabyte.
     The packed tensor is opaque: it has no address, so a recording can name it but not check it.
     """
 
@@ -152,8 +153,19 @@ class PackedLinearWeight(LinearWeight):
         if x.shape[0] == 1 and self._double_lone_row:
             product = self._product(x.expand(2, -1))[:1]
         else:
-            product = self._product(x)
+            rows = x.shape[0]
+            more = padded_rows(rows) - rows
+            product = self._product(F.pad(x, (0, 0, 0, more)))[:rows] if more else self._product(x)
         return product if out is None else out.copy_(product)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows with which a packed product of ``rows`` is computed: 1, 2, a multiple of 4, and above 64 of a 16th to an
+    8th of ``rows``, so that prompts of all lengths need a few compiled products. 42 numbers serve up to 512 rows."""
+    if rows <= 2:
+        return rows
+    step = max(4, (1 << (rows - 1).bit_length()) // 16)
+    return -(-rows // step) * step
 
 
 @dataclass(frozen=True)

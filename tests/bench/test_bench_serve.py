@@ -21,11 +21,12 @@ from mainspring.bench.serve_soak import Crowd, ServeSoakReport
 def run(*arguments: str, file: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mainspring", "bench", "serve", "--device", "cpu", "--dtype", "float32"]
     return subprocess.run(
-        [*command, *arguments, "--json", str(file)], capture_output=True, text=True, timeout=280, check=False
+        [*command, *arguments, "--json", str(file)], capture_output=True, text=True, timeout=850, check=False
     )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_rate_and_mode_has_its_record(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "records.json"
     fields = ["--request-rate", "2,20", "--seconds", "1", "--input-len", "9", "--output-len", "5"]
@@ -38,25 +39,28 @@ def test_every_rate_and_mode_has_its_record(tiny_folder: Path, tmp_path: Path) -
     for record in records:
         assert record["kind"] == "serve" and record["failed"] == 0 and record["requests"] >= 1
         assert 0 < record["ttft_ms"] <= record["ttft_p99_ms"] <= record["e2e_p99_ms"]
-        assert 0 < record["itl_ms"] <= record["itl_p99_ms"]
+        assert 0 <= record["itl_ms"] <= record["itl_p99_ms"]  # 0 where a slow client reads several at once
         assert record["tokens_per_second"] * record["seconds"] == pytest.approx(5 * record["requests"])
     assert "TTFT" in done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_crowd_gets_right_answers_and_leaves_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
     crowd = ["--clients", "12", "--minutes", "0.1", "--drop", "0.2", "--garbage", "0.2"]
     done = run("--model", str(tiny_folder), *crowd, file=file)
     assert done.returncode == 0, done.stderr
     [record] = json.loads(file.read_text())
-    assert record["answered"] > 20 and record["dropped"] > 0 and record["garbage"] > 0 and record["streamed"] > 0
+    assert record["answered"] > 5 and record["dropped"] > 0 and record["garbage"] > 0 and record["streamed"] > 0
     assert (record["lost"], record["different"], record["kv_usage"], record["exit_status"]) == (0, 0, 0.0, 0)
+    assert 0 < record["kinds"] <= record["all_kinds"] == 64 + 6 + 2 and record["memory_slack"] > 0
 
 
 def test_a_soak_in_which_anything_went_wrong_is_not_ok() -> None:
     good = {"answered": 5, "kv_usage": 0.0, "running": 0.0, "waiting": 0.0, "exit_status": 0}
     assert ServeSoakReport(**good).ok  # type: ignore[arg-type]
+    assert ServeSoakReport(**good, memory_late=3, memory_slack=3).ok  # type: ignore[arg-type]
     for wrong in (
         {"answered": 0},
         {"lost": 1},

@@ -5,13 +5,13 @@ import torch
 from naive_formulas import assert_close, naive_rms_norm
 
 from mainspring.kernels import LinearWeight, linear, pack_linear
-from mainspring.kernels.linear import Fusion, fused_linear, fusion
+from mainspring.kernels.linear import Fusion, fused_linear, fusion, padded_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [0, 1, 5, 67])
 def test_linear_equals_the_formula(dtype: torch.dtype, bias: bool, packed: bool, rows: int) -> None:
     x, w = torch.randn(rows, 48).to(dtype), torch.randn(32, 48).to(dtype)
     b = torch.randn(32).to(dtype) if bias else None
@@ -38,6 +38,27 @@ def test_a_packed_product_of_a_row_does_not_depend_on_its_company(
     together = linear(x, weight)
     for rows in (1, 2, 3, 8, 15):
         assert torch.equal(linear(x[:rows], weight), together[:rows])
+
+
+def test_packed_products_of_all_lengths_need_few_compiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = pack_linear(LinearWeight(torch.randn(8, 16)))
+    if weight.kind != "packed":
+        pytest.skip("oneDNN cannot pack on this machine")
+    compiled = set()
+    product = weight._product  # type: ignore[attr-defined]
+    monkeypatch.setattr(weight, "_product", lambda x: compiled.add(x.shape[0]) or product(x))
+    for rows in range(1, 513):
+        assert linear(torch.ones(rows, 16), weight).shape == (rows, 8)
+    assert len(compiled) <= 42
+
+
+def test_padding_of_a_packed_product_is_small() -> None:
+    for rows in range(1, 5000):
+        padded = padded_rows(rows)
+        assert rows <= padded <= max(rows + 3, rows * 9 / 8)
+        assert padded_rows(padded) == padded
+    for rung in (1, 2, 4, 8, 16, 24, 32, 64, 128, 256):
+        assert padded_rows(rung) == rung  # decode steps of the usual ladders are not padded
 
 
 def test_tensors_names_what_a_product_reads() -> None:

@@ -43,7 +43,7 @@ def smol(smollm2_path: Path) -> Iterator[Live]:
     settings = ServerSettings(served_model_name=["smollm2", "also"], tool_call_parser="hermes")
     live = Live("smollm2", {"device": "cpu", "dtype": "float32", "max_model_len": 1024}, settings)
     yield live
-    assert live.is_idle
+    live.wait_for(lambda: live.is_idle)
     live.stop()
 
 
@@ -82,7 +82,7 @@ def tiny(tiny_folder: Path) -> Iterator[Live]:
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "kv_cache_memory": 8 << 20}
     live = Live(str(tiny_folder), options, ServerSettings(served_model_name=["tiny"], max_body_bytes=1 << 20))
     yield live
-    assert live.is_idle
+    live.wait_for(lambda: live.is_idle)
     live.stop()
 
 
@@ -115,7 +115,7 @@ def tiny_chat(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     options = {"load_format": "dummy", "device": "cpu", "kv_cache_memory": 16 << 20, "max_num_seqs": 16}
     live = Live(str(folder), options, ServerSettings(served_model_name=["tiny-chat"]))
     yield live
-    assert live.is_idle
+    live.wait_for(lambda: live.is_idle)
     live.stop()
 
 

@@ -70,6 +70,15 @@ def test_what_a_model_says_is_text_and_nothing_else(
     assert said(tab) == [] and tab.run("messages.length") == 0
 
 
+def test_the_browser_types_only_where_text_is_taken(tiny: Live, chromium: Browser) -> None:
+    tab = chromium.open(tiny.url)
+    tab.type("a")
+    tab.run("document.activeElement.blur()")
+    with pytest.raises(AssertionError, match="nothing that takes text"):
+        tab.type("b")
+    assert tab.run("document.querySelector('#text').value") == "a"
+
+
 def test_a_refusal_is_shown_and_the_question_can_be_asked_again(tiny: Live, chromium: Browser) -> None:
     tab = chromium.open(tiny.url)
     tab.type("hello?")

@@ -68,7 +68,7 @@ def test_a_body_that_is_too_large_is_a_413(tiny: Live) -> None:
     large = b'{"prompt": "' + b"x" * (2 << 20) + b'"}'
     assert tiny.request("POST", "/v1/completions", large, content_type="application/json").status == 413
     # Also where its length is not told beforehand.
-    with socket.create_connection(("127.0.0.1", tiny.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", tiny.port), timeout=120) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
@@ -78,7 +78,7 @@ def test_a_body_that_is_too_large_is_a_413(tiny: Live) -> None:
         connection.sendall(b"0\r\n\r\n")
         assert b" 413 " in connection.recv(100)
     # A body that is announced as far too large is not read at all.
-    with socket.create_connection(("127.0.0.1", tiny.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", tiny.port), timeout=120) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 99999999999\r\n\r\n"
@@ -95,7 +95,7 @@ def test_a_body_of_another_kind_is_a_415(tiny: Live) -> None:
 
 def test_a_slow_body_is_given_up_and_holds_nobody_up(serve_tiny: ServeTiny) -> None:
     live = serve_tiny(body_timeout=0.5)
-    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=120) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
         )
@@ -117,7 +117,7 @@ def test_a_slow_body_is_given_up_and_holds_nobody_up(serve_tiny: ServeTiny) -> N
     ids=["text", "version", "TLS", "negative length", "cut short", "long header"],
 )
 def test_what_is_no_http_ends_alone(tiny: Live, raw: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", tiny.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", tiny.port), timeout=120) as connection:
         connection.sendall(raw)
         time.sleep(0.05)
     assert_serves(tiny)
