@@ -127,6 +127,7 @@ class EngineCore:
         self._check_alive()
         prompt_token_ids = whole_numbers("prompt_token_ids", prompt_token_ids)
         (priority,) = whole_numbers("priority", (priority,))
+        self.scheduler.check_length(len(prompt_token_ids))
         self._intake.check_prompt(prompt_token_ids)
         needs = self._intake.needs(params)
         with self._exclusive():
