@@ -59,7 +59,7 @@ class EngineCore:
         self.launch_mode = choose_launch_mode(settings, device)
         self.tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(source)
         self.sampling_defaults = sampling_defaults(source, settings.generation_config)
-        self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
+        self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         model = load_model(
             source,
             dtype=self.limits.dtype,
@@ -92,7 +92,7 @@ class EngineCore:
         self._intake = Intake(
             self.config.vocab_size, self.config.eos_token_ids, self.tokenizer, self.limits.max_logprobs
         )
-        self._delivery = Delivery(self.scheduler, self._intake, self._token_decoder)
+        self._delivery = Delivery(self.scheduler, self._intake, self.token_decoder)
         self.pipeline = Pipeline(
             self.scheduler,
             self.runner,
@@ -162,8 +162,8 @@ class EngineCore:
                 prompt_logprobs_due=index == 0 and params.prompt_logprobs is not None and len(prompt_token_ids) > 1,
             )
             choice = Choice(request, self._eos_token_ids)
-            if self._token_decoder is not None and params.detokenize:
-                choice.detokenizer = Detokenizer(self._token_decoder, params)
+            if self.token_decoder is not None and params.detokenize:
+                choice.detokenizer = Detokenizer(self.token_decoder, params)
             self.scheduler.add(request)
             answer.choices.append(choice)
             self._delivery.choices[request] = (answer, choice)

@@ -261,7 +261,7 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
         prompts = await engine.in_text_thread(lambda: _encoded(service, body, given))
         request_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"
         tokens = TokenText(core.tokenizer, bool(body.return_tokens_as_token_ids))
-        writer = CompletionWriter(body, request_id, service.model_name, prompts, params.n, tokens)
+        writer = CompletionWriter(body, request_id, service.model_name, prompts, params.n, tokens, core.token_decoder)
         generation = await service.start(
             prompts, params, request_id=request_id, priority=body.priority or 0, user=body.user
         )
