@@ -60,7 +60,7 @@ class EngineCore:
         self.launch_mode = choose_launch_mode(settings, device)
         self.tokenizer = None if settings.skip_tokenizer_init else load_tokenizer(source)
         self.sampling_defaults = sampling_defaults(source, settings.generation_config)
-        self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
+        self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         model = load_model(
             source,
             dtype=self.limits.dtype,
@@ -94,7 +94,7 @@ class EngineCore:
         self._intake = Intake(
             self.config.vocab_size, self.config.eos_token_ids, self.tokenizer, self.limits.max_logprobs
         )
-        self._delivery = Delivery(self.scheduler, self._intake, self._token_decoder)
+        self._delivery = Delivery(self.scheduler, self._intake, self.token_decoder)
         self.pipeline = Pipeline(
             self.scheduler,
             self.runner,
@@ -129,6 +129,7 @@ class EngineCore:
         self._check_alive()
         prompt_token_ids = whole_numbers("prompt_token_ids", prompt_token_ids)
         (priority,) = whole_numbers("priority", (priority,))
+        self.scheduler.check_length(len(prompt_token_ids))
         self._intake.check_prompt(prompt_token_ids)
         needs = self._intake.needs(params)
         with self._exclusive():
@@ -163,8 +164,8 @@ class EngineCore:
                 prompt_logprobs_due=index == 0 and params.prompt_logprobs is not None and len(prompt_token_ids) > 1,
             )
             choice = Choice(request, self._eos_token_ids)
-            if self._token_decoder is not None and params.detokenize:
-                choice.detokenizer = Detokenizer(self._token_decoder, params)
+            if self.token_decoder is not None and params.detokenize:
+                choice.detokenizer = Detokenizer(self.token_decoder, params)
             self.scheduler.add(request)
             answer.choices.append(choice)
             self._delivery.choices[request] = (answer, choice)

@@ -11,8 +11,11 @@ from mainspring.engine.asks import Asks, asks_of
 from mainspring.engine.errors import RequestError
 from mainspring.engine.logits_state import BAD_WORD_TOKENS, BAD_WORDS_WIDTH, BIAS_WIDTH
 from mainspring.engine.sampling_params import SamplingParams
-from mainspring.engine.settings import STOP_IDS_WIDTH
+from mainspring.engine.settings import STOP_CHARACTERS, STOP_IDS_WIDTH, STOP_TEXTS
 from mainspring.engine.structured import Grammar, GrammarCompiler, StructuredOutputsParams
+
+#: Characters of a bad word: far more than ``BAD_WORD_TOKENS`` tokens have.
+BAD_WORD_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Intake:
                 "stop needs a tokenizer to look for texts, and this engine has none (skip_tokenizer_init); give "
                 "stop_token_ids"
             )
+        self._check_stop(params.stop_strings)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         bias = params.logit_bias or {}
@@ -102,8 +106,16 @@ class Intake:
                 f"the engine with a larger max_logprobs (-1 is the whole vocabulary)"
             )
 
+    def _check_stop(self, stops: Sequence[str]) -> None:
+        if len(stops) > STOP_TEXTS:
+            raise RequestError(f"stop has {len(stops)} texts > {STOP_TEXTS}; give fewer")
+        length = sum(map(len, stops))
+        if length > STOP_CHARACTERS:
+            raise RequestError(f"stop is {length} characters long > {STOP_CHARACTERS}; give shorter texts")
+
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The token ids that end the request, EOS ids included unless they are to be ignored."""
+        self._check_ids("token id in stop_token_ids", params.stop_token_ids or ())
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
         if len(stop_ids) > STOP_IDS_WIDTH:
@@ -120,9 +132,15 @@ class Intake:
         if self._tokenizer is None:
             raise RequestError("bad_words needs a tokenizer, and this engine has none (skip_tokenizer_init)")
         sequences: dict[tuple[int, ...], None] = {}
-        for word in words:
-            body = word.lstrip()
-            for text in (body, " " + body) if body else (word,):
+        bodies = dict.fromkeys(word.lstrip() or word for word in words)
+        if len(bodies) > BAD_WORDS_WIDTH:
+            raise RequestError(f"bad_words has {len(bodies)} words > {BAD_WORDS_WIDTH}; give fewer")
+        for word in bodies:
+            if len(word) > BAD_WORD_CHARACTERS:
+                raise RequestError(
+                    f"bad_words has a word of {len(word)} characters > {BAD_WORD_CHARACTERS}; give a shorter part of it"
+                )
+            for text in (word, " " + word) if word.strip() else (word,):
                 ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
                 if len(ids) > BAD_WORD_TOKENS:
                     raise RequestError(

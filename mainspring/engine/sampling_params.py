@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -212,6 +213,8 @@ def _texts(name: str, values: Iterable[Any] | None) -> tuple[str, ...]:
 
 def _token_ids(name: str, values: Iterable[Any] | None) -> tuple[int, ...]:
     ids = _tuple(name, values, "token ids")
+    if all(type(token_id) is int for token_id in ids) and 0 <= min(ids, default=0) <= max(ids, default=0) <= _INT32_MAX:
+        return ids
     for token_id in ids:
         _integer(f"a token id in {name}", token_id, low=0, high=_INT32_MAX)
     return tuple(int(token_id) for token_id in ids)
@@ -220,11 +223,13 @@ def _token_ids(name: str, values: Iterable[Any] | None) -> tuple[int, ...]:
 def _bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise TypeError(f"logit_bias is {bias!r}; it maps token ids to numbers")
-    checked = {}
+    checked: dict[int, float] = {}
     for key, value in bias.items():
         # JSON has no integer keys, so a request that came as JSON has "42".
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token_id = int(key) if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) else key
         _integer("a token id in logit_bias", token_id, low=0, high=_INT32_MAX)
+        if token_id in checked:
+            raise ValueError(f"logit_bias names token id {token_id} twice; give it once")
         _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
         checked[int(token_id)] = float(value)
     return checked

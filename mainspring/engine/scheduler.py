@@ -86,10 +86,20 @@ class Scheduler:
         """
         prompt = len(request.prompt_token_ids)
         max_tokens = request.params.max_tokens
-        if prompt == 0:
-            raise RequestError("the prompt is empty; give at least one token")
+        self.check_length(prompt)
         if max_tokens is not None and max_tokens < 1:
             raise RequestError(f"max_tokens {max_tokens} < 1; ask for at least one token")
+        limit = min(self.max_model_len, self.pool.num_usable_tokens)
+        request.max_total_tokens = limit if max_tokens is None else min(limit, prompt + max_tokens)
+        self._waiting.add(request)
+
+    def check_length(self, prompt: int) -> None:
+        """Refuse a prompt of so many tokens where it is empty, or can never be served with one token to generate.
+
+        Raises ``RequestError``; may be called from any thread.
+        """
+        if prompt == 0:
+            raise RequestError("the prompt is empty; give at least one token")
         if prompt + 1 > self.max_model_len:
             raise RequestError(
                 f"max_model_len {self.max_model_len} < prompt of {prompt} tokens + 1 to generate; "
@@ -101,9 +111,6 @@ class Scheduler:
                 f"{self.pool.block_size}) < prompt of {prompt} tokens + 1 to generate; "
                 "give the KV cache more memory or shorten the prompt"
             )
-        limit = min(self.max_model_len, self.pool.num_usable_tokens)
-        request.max_total_tokens = limit if max_tokens is None else min(limit, prompt + max_tokens)
-        self._waiting.add(request)
 
     def append_token(self, request: Request, token_id: int) -> bool:
         """Take the token of the request's oldest step in flight; True if that reached the token limit.

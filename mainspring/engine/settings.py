@@ -31,6 +31,9 @@ LARGEST_COUNT = (1 << 31) - 1
 DEFAULT_CPU_KV_BYTES = 1 << 30
 #: Stop ids that one request may have (EOS ids included); the width of a fixed buffer.
 STOP_IDS_WIDTH = 16
+#: Stop strings that one request may have, and their characters together: the engine looks for them in every token.
+STOP_TEXTS = 64
+STOP_CHARACTERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

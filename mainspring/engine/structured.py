@@ -219,7 +219,8 @@ class GrammarCompiler:
             return str(LLMatcher.grammar_from_lark(params.grammar))
         if params.choice is not None:
             alternatives = " | ".join(json.dumps(each) for each in params.choice)
-            return str(LLMatcher.grammar_from_lark(f"start: {alternatives}"))
+            # One terminal: as alternatives of a rule there may be only some two thousand of them.
+            return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}"))
         schema = '{"type": "object"}' if params.json is None else str(params.json)
         spaces: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         if params.whitespace_pattern is not None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mainspring import __version__
+from mainspring.engine.detokenizer import TokenDecoder
 from mainspring.engine.outputs import Logprob
 from mainspring.engine.updates import ChoiceUpdate, Update
 from mainspring.server.protocol import ChatRequest, CompletionRequest
 from mainspring.server.service import Prompt
-from mainspring.server.token_text import TokenText
+from mainspring.server.token_text import TextOffsets, TokenText, prompt_offsets
 from mainspring.server.tool_use import ToolUse
 from mainspring.server.tools import Call, ToolReader
 
@@ -90,6 +91,7 @@ class CompletionWriter(_Base):
         prompts: Sequence[Prompt],
         n: int,
         tokens: TokenText,
+        decoder: TokenDecoder | None,
     ) -> None:
         super().__init__("text_completion", request_id, model, prompts, request.stream_options)
         self._request = request
@@ -98,7 +100,9 @@ class CompletionWriter(_Base):
         self._without_text = tokens.without_text
         self._shown = [request.echo and prompt.text or "" for prompt in prompts]
         self._kept: dict[int, list[ChoiceUpdate]] = {place: [] for place in range(len(prompts) * n)}
-        self._offsets = [len(self._shown[place // n]) for place in range(len(prompts) * n)]
+        self._decoder = decoder
+        skip = request.skip_special_tokens is not False
+        self._offsets = [TextOffsets(decoder, skip, len(self._shown[place // n])) for place in range(len(prompts) * n)]
         self._begun: set[int] = set()
         self._prompt_logprobs: dict[int, Any] = {}
         self._discard = bool(request.echo and request.max_tokens == 0)
@@ -162,8 +166,9 @@ class CompletionWriter(_Base):
         if top is not None:
             before = list(prompt.token_ids) if self._request.echo else []
             told_before = (of_prompt or [None] * len(before)) if before else []
-            offset = 0 if before else len(self._shown[place])
-            entry["logprobs"] = self._tokens.completion([*before, *token_ids], [*told_before, *told], top, offset)
+            offsets = prompt_offsets(self._decoder, before, self._shown[place])
+            offsets += self._offsets[index].take(token_ids)
+            entry["logprobs"] = self._tokens.completion([*before, *token_ids], [*told_before, *told], top, offsets)
         if self._request.prompt_logprobs is not None:
             entry["prompt_logprobs"] = prompt_logprobs(of_prompt)
         if self._request.return_token_ids:
@@ -174,9 +179,8 @@ class CompletionWriter(_Base):
     def _logprobs(self, index: int, choice: ChoiceUpdate) -> dict[str, Any] | None:
         if self._request.logprobs is None or choice.logprobs is None:
             return None
-        told = self._tokens.completion(choice.token_ids, choice.logprobs, self._request.logprobs, self._offsets[index])
-        self._offsets[index] += sum(map(len, told["tokens"]))
-        return told
+        offsets = self._offsets[index].take(choice.token_ids)
+        return self._tokens.completion(choice.token_ids, choice.logprobs, self._request.logprobs, offsets)
 
 
 class ChatWriter(_Base):

@@ -209,14 +209,15 @@ def _add_text_routes(app: FastAPI, service: Service) -> None:
 
         def work() -> list[int]:
             if body.prompt is not None:
-                return encode_text(tokenizer, body.prompt, body.add_special_tokens is not False, "prompt")
-            text = render_chat(tokenizer, body, body.tools or (), service.settings.tool_call_parser == "hermes")
-            return encode_text(tokenizer, text, bool(body.add_special_tokens), "messages")
+                return encode_text(tokenizer, body.prompt, body.add_special_tokens is not False, "prompt", limit)
+            text = render_chat(tokenizer, body, body.tools or (), service.settings.tool_call_parser == "hermes", limit)
+            return encode_text(tokenizer, text, bool(body.add_special_tokens), "messages", limit)
 
+        limit = engine.llm.core.limits.max_model_len
         ids = await engine.in_text_thread(work)
         answer: dict[str, Any] = {
             "count": len(ids),
-            "max_model_len": engine.llm.core.limits.max_model_len,
+            "max_model_len": limit,
             "tokens": ids,
             "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
         }
@@ -239,6 +240,13 @@ def _check_ids(service: Service, ids: Sequence[int], field: str) -> None:
         raise bad_request(f"token id {wrong} in {field} is outside the vocabulary of {vocab} (0 to {vocab - 1})", field)
 
 
+def _check_length(service: Service, ids: Sequence[int], field: str) -> None:
+    try:
+        service.engine.llm.core.scheduler.check_length(len(ids))
+    except RequestError as error:
+        raise bad_request(str(error), field, "invalid_value") from error
+
+
 def _add_answer_routes(app: FastAPI, service: Service) -> None:
     engine = service.engine
 
@@ -248,10 +256,12 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         core = engine.llm.core
         params = completion_params(body, core.sampling_defaults, detokenize=core.tokenizer is not None)
-        prompts = await engine.in_text_thread(lambda: _completion_prompts(service, body))
+        given = _given_prompts(body)
+        service.make_room(len(given) * params.n)
+        prompts = await engine.in_text_thread(lambda: _encoded(service, body, given))
         request_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"
         tokens = TokenText(core.tokenizer, bool(body.return_tokens_as_token_ids))
-        writer = CompletionWriter(body, request_id, service.model_name, prompts, params.n, tokens)
+        writer = CompletionWriter(body, request_id, service.model_name, prompts, params.n, tokens, core.token_decoder)
         generation = await service.start(
             prompts, params, request_id=request_id, priority=body.priority or 0, user=body.user
         )
@@ -273,9 +283,13 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
         params = chat_params(body, core.sampling_defaults, tools.forced)
 
         def work() -> Prompt:
-            text = render_chat(tokenizer, body, tools.shown, describe_tools=parser == "hermes")
-            return Prompt(encode_text(tokenizer, text, bool(body.add_special_tokens), "messages"), text)
+            limit = core.limits.max_model_len
+            text = render_chat(tokenizer, body, tools.shown, parser == "hermes", limit)
+            ids = encode_text(tokenizer, text, bool(body.add_special_tokens), "messages", limit)
+            _check_length(service, ids, "messages")
+            return Prompt(ids, text)
 
+        service.make_room(params.n)
         prompts = [await engine.in_text_thread(work)]
         request_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
         as_text = TokenText(tokenizer, bool(body.return_tokens_as_token_ids))
@@ -291,22 +305,26 @@ def _answer(generation: Any, writer: Any, body: CompletionRequest | ChatRequest)
     return AnswerResponse(generation, writer, stream=bool(body.stream), include_usage=include_usage)
 
 
-def _completion_prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+def _given_prompts(body: CompletionRequest) -> list[Any]:
     """The prompts of a completion, in order; one where it is a text or a list of token ids."""
-    given: list[Any]
     if isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int)):
-        given = [body.prompt]
-    else:
-        given = list(body.prompt)
-    if not given:
+        return [body.prompt]
+    if not body.prompt:
         raise bad_request("prompt is an empty list; give at least one prompt", "prompt")
-    tokenizer = service.engine.llm.core.tokenizer
+    return list(body.prompt)
+
+
+def _encoded(service: Service, body: CompletionRequest, given: Sequence[Any]) -> list[Prompt]:
+    core = service.engine.llm.core
+    tokenizer, limit = core.tokenizer, core.limits.max_model_len
     prompts = []
     for each in given:
         if isinstance(each, str):
-            ids = encode_text(tokenizer_or_400(tokenizer), each, body.add_special_tokens is not False, "prompt")
+            ids = encode_text(tokenizer_or_400(tokenizer), each, body.add_special_tokens is not False, "prompt", limit)
+            _check_length(service, ids, "prompt")
             prompts.append(Prompt(ids, each))
         else:
+            _check_length(service, each, "prompt")
             _check_ids(service, each, "prompt")
             text = tokenizer.decode(each, skip_special_tokens=False) if body.echo and tokenizer is not None else None
             prompts.append(Prompt(each, text))

@@ -20,6 +20,14 @@ TYPES = {
 }
 
 
+#: Characters of a message, and of a field's name in it, that repeat what a client sent.
+MAX_MESSAGE, MAX_PARAM = 2000, 200
+
+
+def _clipped(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+
+
 class ApiError(Exception):
     """What a client is told instead of an answer.
 
@@ -42,8 +50,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _clipped(message, MAX_MESSAGE)
+        self.param = None if param is None else _clipped(param, MAX_PARAM)
         self.code = code
         self.headers = dict(headers or {})
 
@@ -89,9 +97,10 @@ def _fields(place: Sequence[str | int], value: Any, ends_with_field: bool) -> li
 
 
 def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """An unknown field before all else, and of a union's branches the one that came furthest."""
+    """An unknown field or a list that is too long before all else, and of a union's branches the one that came
+    furthest."""
     for error in errors:
-        if error.get("type") == "extra_forbidden":
+        if error.get("type") in ("extra_forbidden", "too_long"):
             return error
     return max(errors, key=lambda error: len(error.get("loc", ()))) if len(errors) > 1 else errors[0]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mainspring.server.errors import ApiError, dumps
@@ -18,8 +20,12 @@ OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json",
 SERVED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
 
 
+_JSON = re.compile(rb"\s*application/([^;,\s]+\+)?json\s*(;|$)", re.IGNORECASE)
 #: Bytes beyond the limit that are read and thrown away, so that a client that sends first and reads then is told.
 DISCARDED_BYTES = 64 << 20
+#: Seconds for which a body is still read, and thrown away, after its refusal was sent: where a connection is closed
+#: while data comes, the client may get a reset in place of the refusal.
+LINGER = 5.0
 
 
 class Guard:
@@ -58,17 +64,18 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = {name: value for name, value in scope["headers"]}
+        receive = incoming = _Incoming(receive)
         try:
             self._check_key(headers.get(b"authorization", b""))
             refusal = self._refuse()
             if refusal is not None:
                 raise refusal
             if scope["method"] == "POST":
-                if b"json" not in headers.get(b"content-type", b"").lower():
+                if not _JSON.match(headers.get(b"content-type", b"")):
                     raise ApiError(415, "the body has to be JSON; send the header Content-Type: application/json")
                 receive = await self._whole_body(headers, receive)
         except ApiError as error:
-            await send_error(send, error, close=True)
+            await send_error(send, error, rest=incoming)
             return
         except ConnectionError:
             return
@@ -142,12 +149,35 @@ class Guard:
         return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes; send less")
 
 
-async def send_error(send: Send, error: ApiError, *, close: bool = False) -> None:
-    """Send an error as a whole response; ``close`` asks for the end of the connection, on which a rest may come."""
+class _Incoming:
+    """Gives on what comes from the client, and knows whether all of the body has come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.whole = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.whole = self.whole or not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Read the rest of the body for nothing, as far as it is bounded."""
+        length = 0
+        while not self.whole and length <= DISCARDED_BYTES:
+            length += len((await self()).get("body", b""))
+
+
+async def send_error(send: Send, error: ApiError, *, rest: _Incoming | None = None) -> None:
+    """Send an error as a whole response. With ``rest`` the connection is closed, once the rest of the body has come."""
     body = dumps(error.body())
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    if close:
+    if rest is not None:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": rest is not None})
+    if rest is not None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(rest.discard(), LINGER)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

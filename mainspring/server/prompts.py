@@ -28,8 +28,25 @@ def tokenizer_or_400(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def encode_text(tokenizer: Any, text: str, add_special_tokens: bool, field: str) -> list[int]:
-    """Token ids of a text; a 400 that names ``field`` where it is no text."""
+#: Characters of a token, where no token of the vocabulary is as long: unknown ones may be taken together.
+TOKEN_CHARACTERS = 64
+
+
+@lru_cache(maxsize=1)
+def _longest_token(tokenizer: Any) -> int:
+    return max(TOKEN_CHARACTERS, *map(len, tokenizer.get_vocab()))
+
+
+def encode_text(tokenizer: Any, text: str, add_special_tokens: bool, field: str, max_model_len: int) -> list[int]:
+    """Token ids of a text; a 400 that names ``field`` where it is no text, or far too long for ``max_model_len``
+    tokens, which is seen without encoding it."""
+    longest = _longest_token(tokenizer)
+    if len(text) > max_model_len * longest:
+        raise bad_request(
+            f"{field} comes to {len(text)} characters, more than max_model_len {max_model_len} tokens of {longest} "
+            f"characters, the longest, can hold; shorten it",
+            field,
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -38,12 +55,21 @@ def encode_text(tokenizer: Any, text: str, add_special_tokens: bool, field: str)
 
 
 def render_chat(
-    tokenizer: Any, request: ChatRequest | TokenizeRequest, tools: Sequence[Tool], describe_tools: bool
+    tokenizer: Any,
+    request: ChatRequest | TokenizeRequest,
+    tools: Sequence[Tool],
+    describe_tools: bool,
+    max_model_len: int,
 ) -> str:
     """A conversation as the chat template writes it.
 
-    ``describe_tools`` says that a template that knows nothing of tools gets them as a system message.
+    ``describe_tools`` says that a template that knows nothing of tools gets them as a system message. More messages
+    than ``max_model_len`` tokens are refused without writing them.
     """
+    if len(request.messages or ()) > max_model_len:
+        raise bad_request(
+            f"{len(request.messages or ())} messages > max_model_len {max_model_len}; leave the oldest out", "messages"
+        )
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")

@@ -5,21 +5,39 @@ Names are OpenAI's; those that OpenAI does not have are vLLM's. ``null`` stands 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-#: How deep a schema may be nested.
+from mainspring.engine.logits_state import BIAS_WIDTH
+
+Item = TypeVar("Item")
+#: A list of which only the first wrong item is told: being told of each costs a kilobyte for two bytes of a body.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+#: Most messages or texts of one request, and most tools.
+MAX_ITEMS = 1 << 16
+MAX_TOOLS = 1024
+Few = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
+
+#: How deep a schema may be nested, and of how many values it may be made.
 MAX_DEPTH = 100
+MAX_VALUES = 100_000
+#: Most ids that the vocabulary of a model may have.
+MAX_VOCABULARY = 1 << 20
 
 
 def _sound(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse nesting that would overflow what works on it recursively, and half surrogate pairs, which are no text."""
+    """Refuse what is too much to work on: nesting that would overflow what is recursive, and half surrogate pairs,
+    which are no text."""
     level: list[Any] = [value]
+    seen = 0
     for _ in range(MAX_DEPTH):
         children: list[Any] = []
         for each in level:
             children += each if isinstance(each, list) else [*each, *each.values()]
+        seen += len(children)
+        if seen > MAX_VALUES:
+            raise ValueError(f"it is made of more than {MAX_VALUES} keys and values; give less")
         if any(isinstance(child, str) and not _is_text(child) for child in children):
             raise ValueError("it holds half of a surrogate pair, which is no text")
         level = [child for child in children if isinstance(child, (dict, list))]
@@ -36,10 +54,17 @@ def _is_text(text: str) -> bool:
     return True
 
 
+def _few_enough(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > BIAS_WIDTH:
+        raise ValueError(f"logit_bias has {len(value)} entries > {BIAS_WIDTH}; give fewer")
+    return value
+
+
 JsonObject = Annotated[dict[str, Any], AfterValidator(_sound)]
 
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
+Bias = Annotated[dict[str, float], BeforeValidator(_few_enough)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -53,7 +78,12 @@ class Strict(BaseModel):
     def _null_is_left_out(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {name: value for name, value in given.items() if value is not None}
+        unknown = [name for name in kept if name not in known]
+        for name in unknown[1:]:  # one is told
+            del kept[name]
+        return kept
 
 
 class StreamOptions(Strict):
@@ -68,7 +98,7 @@ class StructuredOutputs(Strict):
 
     json_: JsonObject | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Few[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     whitespace_pattern: str | None = None
@@ -116,23 +146,23 @@ class Sampling(Strict):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    stop: str | list[str] | None = None
+    stop: str | Few[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
+    logit_bias: Bias | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Few[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Few[str] | None = None
+    allowed_token_ids: Annotated[Items[TokenId], Field(max_length=MAX_VOCABULARY)] | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
@@ -146,7 +176,7 @@ class Sampling(Strict):
 class CompletionRequest(Sampling):
     """The body of ``/v1/completions``."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | Items[str] | Items[TokenIds]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -177,9 +207,9 @@ class Message(Strict):
     """One message of a conversation. ``developer`` counts as ``system``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Few[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Few[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
 
@@ -216,11 +246,11 @@ class NamedTool(Strict):
 class ChatRequest(Sampling):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Few[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -228,7 +258,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: JsonObject | None = None
     # Where only one value means what this server does, that value is taken and every other refused.
     store: Literal[False] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Few[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 
@@ -237,8 +267,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Few[Message], Field(min_length=1)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -250,4 +280,4 @@ class DetokenizeRequest(Strict):
     """The body of ``/detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]

@@ -75,6 +75,8 @@ class Server(uvicorn.Server):
         # An end that was asked for and went well is exit status 0; uvicorn would raise the signal again.
         self._captured_signals.clear()
         await super().shutdown(sockets=sockets)
+        if not self.force_exit:  # what came meanwhile asked for the same end
+            self._captured_signals.clear()
 
 
 def serve(

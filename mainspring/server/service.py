@@ -96,7 +96,7 @@ class Service:
     ) -> Generation:
         """Take in a request; raises ``ApiError`` where there is no room or it can never be served."""
         count = len(prompts) * params.n
-        self._make_room(count)
+        self.make_room(count)
         generation = Generation(self, prompts, params, request_id, user)
         try:
             for prompt in prompts:
@@ -112,7 +112,8 @@ class Service:
         generation.begin()
         return generation
 
-    def _make_room(self, count: int) -> None:
+    def make_room(self, count: int) -> None:
+        """Refuse a request for ``count`` answers where so many may not wait here, or not now: a 400 or a 429."""
         limit = self.engine.llm.core.limits.max_num_seqs + self.settings.max_queue
         if count > limit:
             raise bad_request(f"the request asks for {count} answers > {limit}, all that may wait here; split it")

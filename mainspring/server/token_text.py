@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from mainspring.engine.detokenizer import TextStream, TokenDecoder
 from mainspring.engine.outputs import Logprob
 
 
@@ -62,13 +63,16 @@ class TokenText:
         }
 
     def completion(
-        self, token_ids: Sequence[int], told: Sequence[Mapping[int, Logprob] | None], top: int, offset: int
+        self,
+        token_ids: Sequence[int],
+        told: Sequence[Mapping[int, Logprob] | None],
+        top: int,
+        offsets: Sequence[int],
     ) -> dict[str, Any]:
-        """``logprobs`` of a completion; ``offset`` is where its text begins, in characters."""
+        """``logprobs`` of a completion; ``offsets`` are those of ``TextOffsets``."""
         tokens: list[str] = []
         chosen: list[float | None] = []
         rivals: list[dict[str, float] | None] = []
-        offsets: list[int] = []
         for token_id, each in zip(token_ids, told, strict=True):
             if each is None:  # the first token of a prompt, which nothing predicts
                 text = self._alone(token_id)
@@ -81,14 +85,47 @@ class TokenText:
                 ids = dict.fromkeys([*most_likely(each, top), token_id])
                 rivals.append({self.text(rival, each[rival]): finite(each[rival].logprob) for rival in ids})
             tokens.append(text)
-            offsets.append(offset)
-            offset += len(text)
-        return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": rivals}
+        return {"text_offset": list(offsets), "token_logprobs": chosen, "tokens": tokens, "top_logprobs": rivals}
 
     def _alone(self, token_id: int) -> str:
         if self._as_ids:
             return f"token_id:{token_id}"
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+class TextOffsets:
+    """Where tokens begin in the text of an answer, in characters. Those of one character all begin where it does, and
+    one that is left out of the text where the next one does.
+
+    Args:
+        decoder: the engine's; None where it has none, and answers have no text.
+        skip_special_tokens: whether special tokens are left out.
+        start: where the first token begins.
+    """
+
+    def __init__(self, decoder: TokenDecoder | None, skip_special_tokens: bool, start: int) -> None:
+        self._stream = None if decoder is None else TextStream(decoder, skip_special_tokens)
+        self._at = start
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._at)
+            if self._stream is not None:
+                self._at += len(self._stream.push(token_id))
+        return offsets
+
+
+def prompt_offsets(decoder: TokenDecoder | None, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where a prompt's tokens begin in its ``text``; special ones that were put before it begin where it does."""
+    added = 0
+    if decoder is not None:
+        for token_id in token_ids:
+            if token_id not in decoder.special_ids or text.startswith(decoder.text([token_id], at_start=True)):
+                break
+            added += 1
+    return [0] * added + TextOffsets(decoder, False, 0).take(token_ids[added:])
 
 
 def most_likely(told: Mapping[int, Logprob], top: int) -> list[int]:

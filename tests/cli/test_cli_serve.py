@@ -52,9 +52,9 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)], ids=str)
 def test_a_signal_lets_the_running_answer_finish_and_ends_with_status_0(
-    tiny_folder: Path, tmp_path: Path, how: signal.Signals
+    tiny_folder: Path, tmp_path: Path, how: tuple[signal.Signals, ...]
 ) -> None:
     log = tmp_path / "log"
     arguments = [str(tiny_folder), *DUMMY, "--port", "0", "--served-model-name", "tiny"]
@@ -64,7 +64,11 @@ def test_a_signal_lets_the_running_answer_finish_and_ends_with_status_0(
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         first = response.readline()
-        os.kill(process.pid, how)
+        for each in how:
+            before = log.read_text().count("shutting down")
+            os.kill(process.pid, each)
+            while not before and "shutting down" not in log.read_text():
+                time.sleep(0.01)
         events = (first + response.read()).split(b"\n\n")
         assert events[-2] == b"data: [DONE]"
         assert len(events) == 302  # 300 tokens, the end, and what comes behind it

@@ -87,10 +87,29 @@ def test_a_body_that_is_too_large_is_a_413(tiny: Live) -> None:
     assert_serves(tiny)
 
 
-def test_a_body_of_another_kind_is_a_415(tiny: Live) -> None:
-    reply = tiny.request("POST", "/v1/completions", GOOD, content_type="text/plain")
+@pytest.mark.parametrize("kind", ["text/plain", "text/json", "application/jsonp", "application/x-www-form-urlencoded"])
+def test_a_body_of_another_kind_is_a_415(tiny: Live, kind: str) -> None:
+    reply = tiny.request("POST", "/v1/completions", GOOD, content_type=kind)
     assert reply.status == 415
     assert "application/json" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"])
+def test_every_name_of_json_is_taken(tiny: Live, kind: str) -> None:
+    assert tiny.request("POST", "/v1/completions", GOOD, content_type=kind).status == 200
+
+
+def test_a_client_that_is_refused_before_its_body_has_come_is_told_why(serve_tiny: ServeTiny) -> None:
+    live = serve_tiny(api_key=["k"])
+    body = b"x" * (15 << 20)  # more than the connection holds on its way
+    for _ in range(3):
+        assert live.request("POST", "/v1/completions", body, content_type="application/json").status == 401
+        reply = live.request("POST", "/v1/completions", body, content_type="text/plain", authorization="Bearer k")
+        assert reply.status == 415
+    # Where the body does not come the refusal does not wait for it.
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n")
+        assert b" 401 " in connection.recv(100)
 
 
 def test_a_slow_body_is_given_up_and_holds_nobody_up(serve_tiny: ServeTiny) -> None:

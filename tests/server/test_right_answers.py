@@ -119,6 +119,46 @@ def test_echo_gives_the_prompt_first_and_its_log_probabilities(smol: Live) -> No
     assert streamed.startswith(ALPHABET + "DEFGH")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_count_characters_of_the_text(smol: Live, stream: bool) -> None:
+    body = {"prompt": "Smile: 😊😊😊 -> 😊", "temperature": 0, "max_tokens": 8, "logprobs": 1, "stream": stream}
+    reply = smol.complete(**body)
+    choices = [event["choices"][0] for event in reply.events[:-1]] if stream else reply.json()["choices"]
+    text = "".join(choice["text"] for choice in choices)
+    told = [choice["logprobs"] for choice in choices]
+    tokens, offsets = (sum((each[name] for each in told), []) for name in ("tokens", "text_offset"))
+    assert len(tokens) == 8 and "\ufffd" in tokens  # an emoji is several tokens
+    whole = [(start, token) for start, token in zip(offsets, tokens, strict=True) if "\ufffd" not in token]
+    assert whole and all(text[start:].startswith(token) for start, token in whole)
+    assert offsets == sorted(offsets) and offsets[-1] < len(text)
+
+
+def test_text_offsets_of_an_echo_count_characters_of_prompt_and_answer(smol: Live) -> None:
+    prompt = "a😊b é <|im_start|>c"
+    [choice] = smol.complete(prompt=prompt, echo=True, max_tokens=3, logprobs=1, temperature=0).json()["choices"]
+    told = choice["logprobs"]
+    assert choice["text"].startswith(prompt)
+    assert told["tokens"][:5] == ["a", "\ufffd", "\ufffd", "\ufffd", "b"]
+    assert told["text_offset"][:5] == [0, 1, 1, 1, 2]
+    assert told["tokens"][5:9] == [" é", " ", "<|im_start|>", "c"]
+    assert told["text_offset"][5:10] == [3, 5, 6, 18, len(prompt)]  # the fifth is the answer's first
+
+
+def test_a_token_put_before_the_prompt_has_no_place_in_its_text() -> None:
+    from mainspring.server.token_text import prompt_offsets
+
+    class Decoder:
+        special_ids = frozenset({0})
+
+        def text(self, token_ids: list[int], at_start: bool) -> str:
+            return "".join(("<s>", "ab", "c")[token] for token in token_ids)
+
+    decoder: Any = Decoder()
+    assert prompt_offsets(decoder, [0, 1, 2], "abc") == [0, 0, 2]
+    assert prompt_offsets(decoder, [0, 1, 2], "<s>abc") == [0, 3, 5]
+    assert prompt_offsets(None, [0, 1], "") == [0, 0]
+
+
 def test_echo_without_new_tokens_scores_the_prompt(smol: Live) -> None:
     reply = smol.complete(prompt=ALPHABET, echo=True, max_tokens=0, logprobs=1, temperature=0).json()
     [choice] = reply["choices"]
