@@ -19,7 +19,7 @@ from mainspring.engine.delivery import Delivery, Touched
 from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
 from mainspring.engine.errors import EngineError
 from mainspring.engine.generation_defaults import sampling_defaults
-from mainspring.engine.intake import Intake, Needs, whole_numbers
+from mainspring.engine.intake import Intake, Needs, numbers_of_request
 from mainspring.engine.interpreter import BRISK, switch_interval
 from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.limits import EngineLimits, choose_device, choose_launch_mode, derive_limits
@@ -125,8 +125,8 @@ class EngineCore:
         """Take in one request (one per choice of ``params.n``). Raises ``RequestError`` and changes nothing when it
         can never be served."""
         self._check_alive()
-        prompt_token_ids = whole_numbers("prompt_token_ids", prompt_token_ids)
-        (priority,) = whole_numbers("priority", (priority,))
+        prompt_token_ids = numbers_of_request("prompt_token_ids", prompt_token_ids)
+        (priority,) = numbers_of_request("priority", (priority,))
         self._intake.check_prompt(prompt_token_ids)
         needs = self._intake.needs(params)
         with self._exclusive():
