@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
@@ -19,8 +20,9 @@ from mainspring.engine.delivery import Delivery, Touched
 from mainspring.engine.detokenizer import Detokenizer, TokenDecoder
 from mainspring.engine.errors import EngineError
 from mainspring.engine.generation_defaults import sampling_defaults
-from mainspring.engine.intake import Intake, Needs, whole_numbers
+from mainspring.engine.intake import Intake, Needs, numbers_of_request
 from mainspring.engine.interpreter import BRISK, switch_interval
+from mainspring.engine.interrupts import Region
 from mainspring.engine.launched import LaunchedStep
 from mainspring.engine.limits import EngineLimits, choose_device, choose_launch_mode, derive_limits
 from mainspring.engine.loop_driver import LoopDriver
@@ -110,7 +112,7 @@ class EngineCore:
         self._held: set[Request] = set()
         self._lock = threading.RLock()
         self._busy = False
-        self._doomed: list[Answer] = []
+        self.doomed: deque[Answer] = deque()
         self._process = os.getpid()
         self._failure: BaseException | None = None
         self._finalizer = weakref.finalize(self, _end_loops, self.runner.loops, self._process)
@@ -127,8 +129,8 @@ class EngineCore:
         """Take in one request (one per choice of ``params.n``). Raises ``RequestError`` and changes nothing when it
         can never be served."""
         self._check_alive()
-        prompt_token_ids = whole_numbers("prompt_token_ids", prompt_token_ids)
-        (priority,) = whole_numbers("priority", (priority,))
+        prompt_token_ids = numbers_of_request("prompt_token_ids", prompt_token_ids)
+        (priority,) = numbers_of_request("priority", (priority,))
         self.scheduler.check_length(len(prompt_token_ids))
         self._intake.check_prompt(prompt_token_ids)
         needs = self._intake.needs(params)
@@ -193,14 +195,14 @@ class EngineCore:
         """
         if os.getpid() != self._process:
             return
+        self.doomed.append(answer)
         with self._lock:
-            self._doomed.append(answer)
             if not self._busy:
                 self._end_doomed()
 
     def _end_doomed(self) -> None:
-        while self._doomed:
-            self._end(self._doomed.pop())
+        while self.doomed:
+            self._end(self.doomed.pop())
 
     def _end(self, answer: Answer) -> None:
         ended = self._delivery.end(answer)
@@ -222,6 +224,7 @@ class EngineCore:
                 )
             self._busy = True
             try:
+                self._end_doomed()
                 yield
             finally:
                 self._busy = False
@@ -244,12 +247,13 @@ class EngineCore:
         when the engine wants it back; each step does so by itself. See `interpreter`."""
         return switch_interval.of(BRISK) if self._shares_interpreter else nullcontext()
 
-    def step(self, patient: bool = False) -> list[Answer]:
+    def step(self, patient: bool = False, may_be_cut: Region = nullcontext) -> list[Answer]:
         """Launch what there is to launch, and hand out tokens: of the oldest step under way, or those of a running loop
         that have come since the last call, for which it waits for a moment if there are none.
 
         ``patient`` says that the caller does nothing with tokens before their answer has ended: then they are taken
-        from a running loop many at a time, which saves the CPU work.
+        from a running loop many at a time, which saves the CPU work. ``may_be_cut`` is entered around what may last,
+        and may raise there.
 
         Returns the answers that got tokens. Whatever a step raises, every request under way is aborted and the engine
         goes on, unless the device itself is lost or a loop failed: then all later calls raise ``EngineError``.
@@ -260,15 +264,17 @@ class EngineCore:
             head = under_way[0] if under_way else None
         with self.brisk():
             if isinstance(head, RunningLoop):
-                self.pipeline.driver.await_news(head, patient)  # without the lock: others may add and abort meanwhile
+                with may_be_cut():  # and without the lock: others may add and abort meanwhile
+                    self.pipeline.driver.await_news(head, patient)
             with self._exclusive():
-                return self._step()
+                return self._step(may_be_cut)
 
-    def _step(self) -> list[Answer]:
+    def _step(self, may_be_cut: Region) -> list[Answer]:
         touched: Touched = {}
         try:
-            self._held &= self._delivery.choices.keys()
-            self.pipeline.advance(touched, held=bool(self._held))
+            with may_be_cut():
+                self._held &= self._delivery.choices.keys()
+                self.pipeline.advance(touched, held=bool(self._held))
             return list(touched.values())
         except BaseException as error:
             self._recover(error)

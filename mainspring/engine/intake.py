@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mainspring.engine.asks import Asks, asks_of
 from mainspring.engine.errors import RequestError
+from mainspring.engine.given_numbers import whole_numbers
 from mainspring.engine.logits_state import BAD_WORD_TOKENS, BAD_WORDS_WIDTH, BIAS_WIDTH
 from mainspring.engine.sampling_params import SamplingParams
 from mainspring.engine.settings import STOP_CHARACTERS, STOP_IDS_WIDTH, STOP_TEXTS
@@ -28,10 +28,10 @@ class Needs:
     grammar: Grammar | None = None
 
 
-def whole_numbers(name: str, values: Iterable[Any]) -> list[int]:
+def numbers_of_request(name: str, values: Iterable[Any]) -> list[int]:
     """``values`` as plain integers; a ``RequestError`` where one is something else."""
     try:
-        return [operator.index(value) for value in values]
+        return whole_numbers(values)
     except TypeError as error:
         raise RequestError(f"{name} must be made of whole numbers: {error}") from error
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+
+#: Makes a context; see ``HeldInterrupts.may_cut``.
+Region = Callable[[], AbstractContextManager[None]]
 
 
 class HeldInterrupts:
-    """Counts the SIGINTs that have come, and says when one may raise."""
+    """Counts the SIGINTs that have come, and says when one raises."""
 
     def __init__(self) -> None:
         self._received = 0
-        self._in_step = False
+        self._may_cut = False
+        self._has_cut = False
 
     def note(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler: the second one in a step raises, once."""
+        """The signal handler: from the second one on it raises where that may be, once."""
         self._received += 1
-        if self._received == 2 and self._in_step:
-            raise KeyboardInterrupt
+        self._cut()
 
     def check(self) -> None:
         """Raise ``KeyboardInterrupt`` if a SIGINT has come."""
@@ -29,13 +32,19 @@ class HeldInterrupts:
             raise KeyboardInterrupt
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a step, which may last: here a second SIGINT does not wait for its end."""
-        self._in_step = True
+    def may_cut(self) -> Iterator[None]:
+        """Around what may last and can be cut at any moment: here a second SIGINT does not wait for its end."""
+        self._may_cut = True
         try:
+            self._cut()
             yield
         finally:
-            self._in_step = False
+            self._may_cut = False
+
+    def _cut(self) -> None:
+        if self._may_cut and self._received > 1 and not self._has_cut:
+            self._has_cut = True
+            raise KeyboardInterrupt
 
 
 @contextmanager

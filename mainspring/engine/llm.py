@@ -153,8 +153,7 @@ class LLM:
         waiting = deque(answers)
         with tqdm(total=len(answers), disable=not use_tqdm) as bar:
             while waiting:
-                with interrupts.step():
-                    self.core.step(patient=True)
+                self.core.step(patient=True, may_be_cut=interrupts.may_cut)
                 interrupts.check()
                 # In order, and not by what this step touched: another thread's step may have finished an answer.
                 while waiting and (waiting[0].finished or waiting[0].error is not None):
@@ -171,13 +170,14 @@ class LLM:
         try:
             with interrupts_between_steps():
                 answer = self.core.add(self._next_id(), token_ids, self._params_for(params, 1)[0], prompt=text)
-            stream = self._follow(answer)
-            next(stream)  # begun, so that closing or dropping it unread ends the request
-        except KeyboardInterrupt:
+                stream = self._follow(answer)
+                next(stream)  # begun, so that closing or dropping it unread ends the request
+            return stream
+        except BaseException:
             if answer is not None:
-                self.core.abort(answer)
+                self.core.doomed.append(answer)
+                self._end(answer)
             raise
-        return stream
 
     def _follow(self, answer: Answer) -> Iterator[RequestOutput]:
         told = (0, False)
@@ -194,11 +194,15 @@ class LLM:
                 elif answer.finished:
                     return
                 else:
-                    with interrupts_between_steps() as interrupts, interrupts.step():
-                        self.core.step()
+                    with interrupts_between_steps() as interrupts:
+                        self.core.step(may_be_cut=interrupts.may_cut)
         finally:
-            with interrupts_between_steps():
-                self.core.abort(answer)
+            self.core.doomed.append(answer)  # which no signal can cut; so the next call ends it where the rest is cut
+            self._end(answer)
+
+    def _end(self, answer: Answer) -> None:
+        with interrupts_between_steps():
+            self.core.abort(answer)
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:

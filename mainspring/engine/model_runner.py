@@ -21,7 +21,7 @@ from mainspring.engine.loops import Loops
 from mainspring.engine.operation_counter import OperationCounter
 from mainspring.engine.prefill_batch import PrefillBatch
 from mainspring.engine.prefill_graphs import PrefillGraphs
-from mainspring.engine.processors import apply_processors
+from mainspring.engine.processors import apply_processors, refuse_nothing_left
 from mainspring.engine.prompt_reads import read_prompts
 from mainspring.engine.request import Request
 from mainspring.engine.request_state import seat_of, seat_state
@@ -366,7 +366,7 @@ class ModelRunner:
         if held:
             served = self._serve_held(held, failures)
             if served:
-                reads.append(self._read_record(FULL, served))
+                reads.append(self._read_record(FULL, served, frozenset(failures)))
         return reads
 
     def _serve_held(self, held: dict[int, Request], failures: dict[Request, RequestError]) -> list[Request]:
@@ -382,8 +382,12 @@ class ModelRunner:
         if served:
             rows = self.upload(np.array(list(served), dtype=np.int64))
             seats = self.upload(np.array([seat_of(request) for request in served.values()], dtype=np.int64))
-            runs = self.seats.alive[seats] != 0
-            self.step.settle(torch.stack(processed), self.logits[rows], seats, runs, self.samplers[FULL])
+            logits, sampler = torch.stack(processed), self.samplers[FULL]
+            adjusted = logits.clone()
+            sampler.adjust(adjusted, seats)
+            possible = refuse_nothing_left(served.values(), adjusted, failures)
+            runs = (self.seats.alive[seats] != 0) & possible
+            self.step.settle(logits, self.logits[rows], seats, runs, sampler)
             self.eager_steps["logits_processors"] += 1
         return list(served.values())
 

@@ -34,6 +34,9 @@ class PlainSampler:
         """See ``Sampler``; ``seats`` are not needed."""
         return sampling.greedy(logits)
 
+    def adjust(self, logits: torch.Tensor, seats: torch.Tensor) -> None:
+        """Nothing is changed."""
+
     def held(self, seats: torch.Tensor) -> torch.Tensor | None:
         """None: no row waits for the CPU."""
         return None
@@ -60,8 +63,7 @@ class FullSampler:
         if self.state.active:
             # In fp32, where small changes are not lost, and beside the model's own logits, which are still needed.
             logits = logits.to(torch.float32, copy=True)
-            self.state.adjust(logits, seats)
-        sampling.mask_stop_ids(logits, table.stop_ids[:, seats].t(), table.min_remaining[seats] > 0)
+        self.adjust(logits, seats)
         return sampling.sample(
             logits,
             table.temperature[seats],
@@ -72,6 +74,13 @@ class FullSampler:
             table.choices[seats],
             table.positions[seats] + 1,
         )
+
+    def adjust(self, logits: torch.Tensor, seats: torch.Tensor) -> None:
+        """See ``Sampler``."""
+        table = self.table
+        if self.state.active:
+            self.state.adjust(logits, seats)
+        sampling.mask_stop_ids(logits, table.stop_ids[:, seats].t(), table.min_remaining[seats] > 0)
 
     def held(self, seats: torch.Tensor) -> torch.Tensor | None:
         """The rows with Python logits processors, once there has been a request with any."""

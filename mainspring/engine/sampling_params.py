@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mainspring.engine.given_numbers import real_number, whole_number
 from mainspring.engine.options import reject_unknown
 from mainspring.engine.structured import StructuredOutputsParams
 
@@ -101,22 +100,22 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, low=1)
-        _number("temperature", self.temperature, low=0.0, high=_FLOAT32_MAX)
-        _number("top_p", self.top_p, low=0.0, high=1.0, low_excluded=True)
-        _integer("top_k", self.top_k, low=-1, high=_INT32_MAX, hint="0 and -1 turn it off")
-        _number("min_p", self.min_p, low=0.0, high=1.0)
-        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=_FLOAT32_MAX, low_excluded=True)
+        self._keep_integer("n", low=1)
+        self._keep_number("temperature", low=0.0, high=_FLOAT32_MAX)
+        self._keep_number("top_p", low=0.0, high=1.0, low_excluded=True)
+        self._keep_integer("top_k", low=-1, high=_INT32_MAX, hint="0 and -1 turn it off")
+        self._keep_number("min_p", low=0.0, high=1.0)
+        self._keep_number("presence_penalty", low=-2.0, high=2.0)
+        self._keep_number("frequency_penalty", low=-2.0, high=2.0)
+        self._keep_number("repetition_penalty", low=0.0, high=_FLOAT32_MAX, low_excluded=True)
         if self.seed is not None:
-            _integer("seed", self.seed, low=-_SEED_LIMIT, high=_SEED_LIMIT - 1)
+            self._keep_integer("seed", low=-_SEED_LIMIT, high=_SEED_LIMIT - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, low=1, hint="None goes on to the end of the context")
-        _integer("min_tokens", self.min_tokens, low=0, high=_INT32_MAX)
+            self._keep_integer("max_tokens", low=1, hint="None goes on to the end of the context")
+        self._keep_integer("min_tokens", low=0, high=_INT32_MAX)
         for name in ("logprobs", "prompt_logprobs"):
-            if (wanted := getattr(self, name)) is not None:
-                _integer(name, wanted, low=-1, hint="-1 is the whole vocabulary, None turns it off")
+            if getattr(self, name) is not None:
+                self._keep_integer(name, low=-1, hint="-1 is the whole vocabulary, None turns it off")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} is {value!r}; it is True or False")
@@ -162,32 +161,41 @@ class SamplingParams:
         if self.n > 1 and self.greedy:
             raise ValueError(f"n is {self.n} at temperature 0, where all answers are the same; raise temperature")
 
+    def _keep_integer(self, name: str, **limits: Any) -> None:
+        self._keep(name, _integer(name, getattr(self, name), **limits))
+
+    def _keep_number(self, name: str, **limits: Any) -> None:
+        self._keep(name, _number(name, getattr(self, name), **limits))
+
     def _keep(self, name: str, value: object) -> None:
         """Store a field in its checked form, while the object is being made."""
         object.__setattr__(self, name, value)
 
 
-def _integer(name: str, value: Any, *, low: int, high: int | None = None, hint: str = "") -> None:
+def _integer(name: str, value: Any, *, low: int, high: int | None = None, hint: str = "") -> int:
     wanted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     wanted += f" ({hint})" if hint else ""
     try:
-        number = operator.index(value)
+        number = whole_number(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}; it is {wanted}") from None
-    if isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it is {wanted}")
     if number < low or (high is not None and number > high):
         raise ValueError(f"{name} is {value}; it is {wanted}")
+    return number
 
 
-def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_excluded: bool = False) -> None:
-    opening, closing = "(" if low_excluded else "[", ")" if high == math.inf else "]"
-    wanted = f"a number in {opening}{low:g}, {high:g}{closing}"
-    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} is {value!r}; it is {wanted}")
-    above = value > low if low_excluded else value >= low
-    if not (above and value <= high and math.isfinite(value)):
+def _number(name: str, value: Any, *, low: float, high: float, low_excluded: bool = False) -> float:
+    wanted = f"a number in {'(' if low_excluded else '['}{low:g}, {high:g}]"
+    try:
+        number = real_number(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it is {wanted}") from None
+    except OverflowError:
+        raise ValueError(f"{name} is {value}; it is {wanted}") from None
+    above = number > low if low_excluded else number >= low
+    if not (above and number <= high):
         raise ValueError(f"{name} is {value}; it is {wanted}")
+    return number
 
 
 def _tuple(name: str, values: Iterable[Any] | None, of: str) -> tuple[Any, ...]:
@@ -212,12 +220,12 @@ def _texts(name: str, values: Iterable[Any] | None) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, values: Iterable[Any] | None) -> tuple[int, ...]:
+    if isinstance(values, (bytes, bytearray)):
+        raise TypeError(f"{name} is {values!r}; it is a list of token ids")
     ids = _tuple(name, values, "token ids")
     if all(type(token_id) is int for token_id in ids) and 0 <= min(ids, default=0) <= max(ids, default=0) <= _INT32_MAX:
         return ids
-    for token_id in ids:
-        _integer(f"a token id in {name}", token_id, low=0, high=_INT32_MAX)
-    return tuple(int(token_id) for token_id in ids)
+    return tuple(_integer(f"a token id in {name}", token_id, low=0, high=_INT32_MAX) for token_id in ids)
 
 
 def _bias(bias: Mapping[Any, Any]) -> dict[int, float]:
@@ -227,11 +235,10 @@ def _bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     for key, value in bias.items():
         # JSON has no integer keys, so a request that came as JSON has "42".
         token_id = int(key) if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) else key
-        _integer("a token id in logit_bias", token_id, low=0, high=_INT32_MAX)
+        token_id = _integer("a token id in logit_bias", token_id, low=0, high=_INT32_MAX)
         if token_id in checked:
             raise ValueError(f"logit_bias names token id {token_id} twice; give it once")
-        _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
-        checked[int(token_id)] = float(value)
+        checked[token_id] = _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
     return checked
 
 

@@ -34,6 +34,10 @@ class Sampler(Protocol):
         """``logits`` ``[b, vocab]``, may be changed in place; ``seats`` ``[b]`` int64. Returns ``[b]`` token ids."""
         ...
 
+    def adjust(self, logits: torch.Tensor, seats: torch.Tensor) -> None:
+        """Apply biases, penalties and masks to ``logits`` ``[b, vocab]`` in place; a call does so by itself."""
+        ...
+
     def held(self, seats: torch.Tensor) -> torch.Tensor | None:
         """``[b]`` bool: the rows for which the step ends with their logits, since the CPU is to change those; None
         where there can be none."""

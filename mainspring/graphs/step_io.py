@@ -105,9 +105,9 @@ class InputBuffer:
             GraphError: rows have another shape, or a tensor's dtype cannot become the input's.
         """
         if isinstance(values, Tensor):
-            if values.layout is not torch.strided or values.is_meta:
-                kind = "a meta tensor" if values.is_meta else f"of layout {values.layout}"
-                raise GraphError(f"input {self.name!r} is {kind}; give a dense tensor with data")
+            unusual = why_not_plain(values)
+            if unusual is not None:
+                raise GraphError(f"input {self.name!r} is {unusual}; give a dense tensor with data")
             if values.dim() == 0 or tuple(values.shape[1:]) != self.spec.shape:
                 raise GraphError(
                     f"input {self.name!r} has shape {list(values.shape)}; expected [rows, {list(self.spec.shape)}]"
@@ -139,6 +139,17 @@ class InputBuffer:
         self._last = _snapshot(values)
         self._version = self.tensor._version
         return True
+
+
+def why_not_plain(tensor: Tensor) -> str | None:
+    """What keeps rows of `tensor` from being copied, such as its layout; None for a plain dense tensor."""
+    if tensor.is_meta:
+        return "a meta tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"of layout {tensor.layout}"
+    return f"quantized ({tensor.dtype})" if tensor.is_quantized else None
 
 
 def _snapshot(values: Any) -> Tensor | list[int] | None:
@@ -204,11 +215,17 @@ class OutputBuffers:
         """Copy the result of a step of `rung` rows into the buffers.
 
         Raises:
-            CaptureError: the result is not a tensor, tuple or dict of tensors [rung, ...] or None, or it
+            CaptureError: the result is not a tensor, tuple or dict of dense tensors [rung, ...] or None, or it
                 differs in structure, shape or dtype from the first one.
         """
         kind, keys, tensors = self._take_apart(result)
         for label, tensor in zip(self._labels(kind, keys), tensors, strict=True):
+            unusual = why_not_plain(tensor)
+            if unusual is not None:
+                raise CaptureError(
+                    f"output {label!r} is {unusual}, which is not copied into rows; return a plain dense tensor, for "
+                    f"instance its to_dense() or dequantize()"
+                )
             if tensor.dim() == 0 or tensor.shape[0] != rung:
                 raise CaptureError(
                     f"output {label!r} has shape {list(tensor.shape)}; its first dimension must be the {rung} rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -131,11 +132,16 @@ def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def eos_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
-    """`eos_token_id` in any of its spellings -> the ids, in order and without repeats."""
+    """`eos_token_id` in any of its spellings -> the ids, in order and without repeats.
+
+    Raises `TypeError` for what is no whole number, a boolean among them.
+    """
     if value is None:
         return ()
     ids = [value] if isinstance(value, int) else list(value)
-    return tuple(dict.fromkeys(int(i) for i in ids))
+    if any(isinstance(each, bool) for each in ids):
+        raise TypeError(f"eos_token_id is {value!r}; it is a token id or a list of them")
+    return tuple(dict.fromkeys(operator.index(each) for each in ids))
 
 
 def check_raw_config(raw: Mapping[str, Any], origin: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mainspring import LLM, SamplingParams
 from mainspring.engine.errors import RequestError, SettingsError
@@ -27,6 +29,13 @@ def ids(*token_ids: Any) -> dict[str, Any]:
         (lambda llm: llm.generate(ids(None), GREEDY), "whole numbers"),
         (lambda llm: llm.generate(ids([5, 6]), GREEDY), "whole numbers"),
         (lambda llm: llm.generate({"prompt_token_ids": None}, GREEDY), "whole numbers"),
+        (lambda llm: llm.generate(ids(True), GREEDY), "prompt_token_ids must be made of .*: True is a boolean"),
+        (lambda llm: llm.generate(ids(5, np.True_), GREEDY), "whole numbers: .*True.* is a boolean"),
+        (lambda llm: llm.generate(ids(torch.tensor(True)), GREEDY), "whole numbers: .*True.* is a boolean"),
+        (lambda llm: llm.generate({"prompt_token_ids": torch.tensor([True, False])}, GREEDY), "True is a boolean"),
+        (lambda llm: llm.generate({"prompt_token_ids": np.array([[5, 6]])}, GREEDY), "whole numbers"),
+        (lambda llm: llm.generate({"prompt_token_ids": b"ab"}, GREEDY), "whole numbers: b'ab' is bytes; give a list"),
+        (lambda llm: llm.generate(PROMPT, GREEDY, priority=[True]), "priority must be made of whole numbers: True is"),
         (lambda llm: llm.generate(5, GREEDY), "prompts is 5"),
         (lambda llm: llm.generate(PROMPT, GREEDY, priority=[None]), "priority must be made of whole numbers"),
         (lambda llm: llm.generate([PROMPT] * 2, GREEDY, priority=["a", 1]), "priority"),
@@ -73,9 +82,6 @@ def test_the_largest_number_that_is_taken_runs(make_tiny: MakeLLM, name: str) ->
 
 
 def test_token_ids_of_another_library_are_taken(make_tiny: MakeLLM) -> None:
-    import numpy as np
-    import torch
-
     llm = make_tiny()
     expected = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
     for kind in (np.array, torch.tensor, tuple):

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,8 +126,8 @@ def test_priority_decides_who_is_served_first(make_tiny: MakeLLM) -> None:
     order: list[str] = []
     step = llm.core.step
 
-    def watched(patient: bool = False) -> list[object]:
-        answers = step(patient)
+    def watched(**options: Any) -> list[object]:
+        answers = step(**options)
         order.extend(answer.request_id for answer in answers if answer.finished)
         return answers  # type: ignore[return-value]
 

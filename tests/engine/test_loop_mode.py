@@ -184,10 +184,10 @@ def test_an_answer_that_nobody_follows_is_looked_at_seldom(
     monkeypatch.setattr(StepTimes, "unseen_steps", lambda *args: 16)  # however slow they are here
     steps, step = 0, llm.core.step
 
-    def counted(patient: bool = False) -> list[Any]:
+    def counted(**options: Any) -> list[Any]:
         nonlocal steps
         steps += 1
-        return step(patient)
+        return step(**options)
 
     llm.core.step = counted  # type: ignore[method-assign]
     assert ids(llm, greedy(200)) == ids(make_tiny(launch_mode="graph"), greedy(200))

@@ -7,7 +7,9 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mainspring.engine.options import UnknownOptionError
 from mainspring.engine.sampling_params import SamplingParams
@@ -102,6 +104,48 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(name_and_value: tuple[str,
     name, value = name_and_value
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: value})
+
+
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize("boolean", [True, np.True_, np.array(True), torch.tensor(True)], ids=repr)
+def test_a_boolean_is_no_number_and_no_token_id(boolean: Any) -> None:
+    given: list[tuple[str, Any]] = [(name, boolean) for name in INTEGERS + NUMBERS]
+    given += [("stop_token_ids", [boolean]), ("allowed_token_ids", [boolean]), ("logit_bias", {3: boolean})]
+    if not isinstance(boolean, np.ndarray):  # which is no key
+        given.append(("logit_bias", {boolean: 1.0}))
+    for name, value in given:
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("values", [b"ab", np.array([True]), torch.tensor([True])], ids=repr)
+def test_bytes_and_masks_are_no_token_ids(name: str, values: Any) -> None:
+    with pytest.raises(TypeError, match=name):
+        SamplingParams(**{name: values})
+
+
+def test_numbers_of_other_libraries_are_kept_as_plain_ones() -> None:
+    for name in INTEGERS:
+        for value in (np.int64(3), np.array(3), torch.tensor(3)):
+            kept = getattr(SamplingParams(**{name: value}), name)
+            assert (type(kept), kept) == (int, 3)
+    for name in NUMBERS:
+        for value in (np.float32(0.5), np.array(0.5), torch.tensor(0.5)):
+            kept = getattr(SamplingParams(**{name: value}), name)
+            assert (type(kept), kept) == (float, 0.5)
+
+
+@pytest.mark.parametrize("value", [np.array([0.5, 0.5]), np.array(["a"]), torch.tensor([0.5, 0.5])], ids=repr)
+def test_several_values_are_no_number(value: Any) -> None:
+    for name in NUMBERS:
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: value})
+    with pytest.raises(TypeError, match="logit_bias"):
+        SamplingParams(logit_bias={3: value})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,95 @@ def raises(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     if len(token_ids) == 3:
         raise KeyError("no such thing")
     return logits
+
+
+def not_a_number(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    if len(token_ids) == 2:
+        logits[77] = torch.nan
+    return logits
+
+
+def none_at_all(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(logits, -torch.inf) if len(token_ids) == 4 else logits
+
+
+def only(token: int) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
+    def force(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor([token]), 0.0)
+
+    return force
+
+
+def seven_then_nine(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return only(7 if len(token_ids) < 2 else 9)(token_ids, logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_infinity_forces_a_token(make_tiny: MakeLLM, temperature: float) -> None:
+    def force(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[40 + len(token_ids)] = torch.inf
+        return logits
+
+    params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True, logits_processors=[force])
+    assert ids(make_tiny().generate(PROMPT, params)[0]) == [40, 41, 42, 43]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"allowed_token_ids": [8, 9]}, 1),
+        ({"stop_token_ids": [7], "min_tokens": 3}, 1),
+        ({"allowed_token_ids": [7, 8], "logits_processors": [seven_then_nine]}, 3),
+    ],
+    ids=["allowed", "min_tokens", "later"],
+)
+def test_masks_that_leave_nothing_of_what_a_processor_allows_end_its_request_alone(
+    make_tiny: MakeLLM, options: dict[str, Any], step: int, temperature: float
+) -> None:
+    llm = make_tiny()
+    expected = ids(llm.generate(OTHERS[0], greedy())[0])
+    beside = greedy(logits_processors=[only(9)], max_tokens=24)
+    params = SamplingParams(
+        **{"temperature": temperature, "max_tokens": 5, "logits_processors": [only(7)], "seed": 1, **options}
+    )
+    others = [llm.stream(OTHERS[0], greedy()), llm.stream(OTHERS[1], beside)]
+    for other in others:
+        next(other)
+    name = params.logits_processors[0].__name__
+    with pytest.raises(RequestError, match=rf"no token is left at step {step} of request .*\({name}\) allow"):
+        llm.generate(PROMPT, params)
+    assert [ids(list(other)[-1]) for other in others] == [expected, [9] * 24]
+    assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_usable_blocks
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("processors", "said"),
+    [
+        ([not_a_number], "logits processor not_a_number of request .* returned NaN among the logits at step 3,"),
+        ([shift, none_at_all], "logits processor none_at_all of .* returned no logit above minus infinity at step 5,"),
+    ],
+)
+def test_logits_from_which_nothing_can_be_chosen_end_their_own_request_alone(
+    make_tiny: MakeLLM, processors: list[Callable[..., torch.Tensor]], said: str, temperature: float
+) -> None:
+    llm = make_tiny()
+    expected = [ids(llm.generate(OTHERS[0], greedy())[0])]
+    expected.append(ids(llm.generate(OTHERS[1], greedy(logits_processors=[shift]))[0]))
+    others = [llm.stream(OTHERS[0], greedy()), llm.stream(OTHERS[1], greedy(logits_processors=[shift]))]
+    for other in others:
+        next(other)
+    params = SamplingParams(
+        temperature=temperature, seed=5, max_tokens=9, logits_processors=processors, ignore_eos=True
+    )
+    seen = []
+    with pytest.raises(RequestError, match=said):
+        for output in llm.stream(PROMPT, params):
+            seen.append(ids(output))
+    assert len(seen[-1]) == (2 if processors[0] is not_a_number else 4)
+    assert [ids(list(other)[-1]) for other in others] == expected
+    assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_usable_blocks
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mainspring.graphs import GraphError, GraphRunner, Input, Ladder, StaleAddressError
+from mainspring.graphs import CaptureError, GraphError, GraphRunner, Input, Ladder, StaleAddressError
 
 
 def doubling(shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32, **options: Any) -> GraphRunner:
@@ -68,6 +68,29 @@ def test_a_tensor_without_dense_data_is_refused(values: torch.Tensor) -> None:
     )
     with pytest.raises(GraphError, match=r"'step.input.x' is .*; give a dense tensor with data"):
         runner(x=values)
+
+
+UNUSUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "mkldnn": lambda x: x.to_mkldnn(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "jagged": lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+    "meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_an_output_without_plain_rows_is_refused(kind: str, eager: bool) -> None:
+    made, specs = UNUSUAL[kind], {"x": Input((3,), torch.float32)}
+    wanted = "to_dense" if eager else "dense|opaque|strided|plain"
+    for fn in (made, lambda x: (x, made(x)), lambda x: {"y": made(x)}):
+        runner = GraphRunner(fn, inputs=specs, ladder=Ladder([1, 2]), device="cpu", enforce_eager=eager)
+        with pytest.raises(CaptureError, match=wanted):
+            runner(x=torch.ones(2, 3))
 
 
 def test_views_that_torch_negates_or_conjugates_lazily_are_served_every_time() -> None:

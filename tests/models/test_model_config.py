@@ -225,7 +225,7 @@ def test_junk_in_a_configuration_is_a_model_error_or_harmless(tmp_path: Path, ke
         assert isinstance(config, ModelConfig)
 
 
-@pytest.mark.parametrize("ids", ["x", [1, "a"], {"a": 1}, 1.5])
+@pytest.mark.parametrize("ids", ["x", "12", [1, "a"], {"a": 1}, 1.5, True, [2, True], [2.5]])
 def test_junk_in_a_generation_configuration_is_a_model_error(tmp_path: Path, ids: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
