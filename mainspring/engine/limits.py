@@ -21,6 +21,9 @@ DEFAULT_NUM_SEQS = {"cpu": 8, "cuda": 256}
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 #: Default sizes of recorded prefill steps, in tokens. On a CPU the padding costs more than the recording saves.
 DEFAULT_PREFILL_SIZES: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (16, 32, 64, 128, 256, 512)}
+#: Which rungs are run before they are captured; see `GraphRunner`. "first" halves a start's recording, but has not been
+#: seen on a GPU yet: tests/engine/test_ladder_of_an_engine.py tries it there.
+WARM_UP = "each"
 #: Most prompts that a recorded prefill step holds chunks of.
 PREFILL_SEQUENCES = 8
 

@@ -15,6 +15,7 @@ from mainspring.engine.asks import Asks
 from mainspring.engine.errors import RequestError
 from mainspring.engine.kv_cache import KVCacheSpec, allocate_kv_cache, layer_views
 from mainspring.engine.launched import LaunchedStep, PromptRead, TokenRead
+from mainspring.engine import limits as engine_limits
 from mainspring.engine.limits import EngineLimits
 from mainspring.engine.logits_state import LogitsState
 from mainspring.engine.loops import Loops
@@ -103,7 +104,7 @@ class ModelRunner:
                 progress=progress,
                 verify=verify_graphs,
                 trial=DecodeTrial(self),
-                warm_up="first",
+                warm_up=engine_limits.WARM_UP,
             )
             for name, sampler in self.samplers.items()
         }

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mainspring.engine import limits as engine_limits
 from mainspring.engine.admission import ROW_WIDTH, Admission, admit
 from mainspring.engine.plan import PrefillPlan, TableWrite
 from mainspring.engine.prefill_batch import PrefillBatch
@@ -56,7 +57,7 @@ class PrefillGraphs:
                 progress=progress,
                 verify=verify_graphs,
                 trial=PrefillTrial(runner),
-                warm_up="first",
+                warm_up=engine_limits.WARM_UP,
             )
 
     def record(self, sizes: list[int] | None = None) -> None:

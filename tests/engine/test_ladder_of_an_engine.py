@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mainspring import LLM, SamplingParams
-from mainspring.engine import core
+from mainspring.engine import core, limits
 from mainspring.graphs import CudaGraph
 
 MakeLLM = Callable[..., LLM]
@@ -82,7 +82,10 @@ def test_any_budget_of_prompt_tokens_leaves_every_decode_step_recorded(make_tiny
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_second_engine_on_a_gpu_runs_its_step_once_for_a_whole_ladder(make_tiny: MakeLLM, dtype: str) -> None:
+def test_a_second_engine_on_a_gpu_runs_its_step_once_for_a_whole_ladder(
+    make_tiny: MakeLLM, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WARM_UP", "first")
     options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "max_num_seqs": 64, "launch_mode": "graph"}
     first = make_tiny(**options)
     assert first.verify_graphs() >= len(first.core.limits.ladder)
