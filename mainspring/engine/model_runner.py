@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mainspring.engine import limits as engine_limits
 from mainspring.engine.ambient import caller_casts, own_torch_state
 from mainspring.engine.asks import Asks
 from mainspring.engine.errors import RequestError
 from mainspring.engine.kv_cache import KVCacheSpec, allocate_kv_cache, layer_views
 from mainspring.engine.launched import LaunchedStep, PromptRead, TokenRead
-from mainspring.engine import limits as engine_limits
 from mainspring.engine.limits import EngineLimits
 from mainspring.engine.logits_state import LogitsState
 from mainspring.engine.loops import Loops
